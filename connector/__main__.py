@@ -1,0 +1,5 @@
+"""`python -m connector` is `mooncake-connector`."""
+
+from connector.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""The HTTP surface: an explicit list of routes; no other path reaches an engine."""

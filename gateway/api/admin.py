@@ -1,0 +1,139 @@
+"""The admin listener: metrics, engines, policy, explanations, decisions, configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ConfigDict, Field
+
+from connector.render import RenderError
+from gateway.api.body import decode, read_body
+from gateway.api.errors import ApiError, Fault
+from gateway.api.inference import to_request, unknown_model
+from gateway.config import GatewayConfig
+from gateway.prompt.reader import Kind
+from gateway.routing import Explanation, Router, UnknownModel
+from policies import base
+
+EngineRows = Callable[[], list[dict[str, Any]]]
+
+
+class PolicyChoice(BaseModel):
+    """Which policy is to act."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    policy: str = Field(description="Name of a policy.", examples=["round_robin"])
+
+
+def admin_app(router: Router, config: GatewayConfig, engine_rows: EngineRows) -> FastAPI:
+    """Put the admin listener together."""
+    app = FastAPI(title="mooncake-gateway admin", redirect_slashes=False)
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return Response(error.body, error.status, media_type="application/json")
+
+    @app.get("/metrics", summary="Prometheus metrics.")
+    async def metrics() -> Response:
+        return Response(router.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/gateway/engines", summary="Every engine: state, load, hashing, events, index.")
+    async def engines() -> list[dict[str, Any]]:
+        return engine_rows()
+
+    @app.get("/gateway/policy", summary="The acting policy, and those that could act.")
+    async def policy() -> dict[str, Any]:
+        return _policy(router, config)
+
+    @app.put("/gateway/policy", summary="Let another policy act, from the next request on.")
+    async def set_policy(choice: PolicyChoice) -> dict[str, Any]:
+        try:
+            router.policies.act(choice.policy)
+        except base.PolicyError as error:
+            raise ApiError(Fault.UNKNOWN_POLICY, str(error), param="policy") from error
+        return _policy(router, config)
+
+    @app.post("/gateway/explain", summary="What every policy would do with this body, and why.")
+    async def explain(request: Request) -> dict[str, Any]:
+        headers = dict(request.scope["headers"])
+        raw = await read_body(request.receive, headers, config.limits.body_bytes)
+        body = decode(raw)
+        kind: Kind = "chat" if "messages" in body.fields else "completions"
+        wanted = to_request(
+            router, body, kind=kind, route="explain", request_id="explain", headers=headers
+        )
+        try:
+            explanation = await router.explain(wanted)
+        except UnknownModel as error:
+            raise unknown_model(router, str(error)) from error
+        except RenderError as error:
+            raise ApiError(Fault.MALFORMED, str(error)) from error
+        return _explanation(router, explanation)
+
+    @app.get("/gateway/decisions", summary="Recent decisions, newest first.")
+    async def decisions(
+        limit: Annotated[int, Query(ge=1, le=100_000, description="How many at most.")] = 50,
+        id: Annotated[str | None, Query(description="Only this request id's.")] = None,  # noqa: A002
+    ) -> list[dict[str, Any]]:
+        return list(router.decisions.newest(limit, id))
+
+    @app.get("/gateway/config", summary="The configuration in force, defaults included.")
+    async def configuration() -> dict[str, Any]:
+        return config.model_dump(mode="json")
+
+    return app
+
+
+def _policy(router: Router, config: GatewayConfig) -> dict[str, Any]:
+    return {
+        "policy": router.policies.acting,
+        "configured": config.policy,
+        "available": {
+            name: base.options(name) | config.policies.get(name, {}) for name in base.names()
+        },
+    }
+
+
+def _explanation(router: Router, found: Explanation) -> dict[str, Any]:
+    prompt, turn = found.prompt, found.turn
+    residency = found.residency
+    keys = [view.key for view in found.views]
+    return {
+        "model": turn.model,
+        "session": turn.session,
+        "exact": prompt.exact,
+        "inexact_reason": prompt.reason,
+        "prompt_tokens": prompt.tokens,
+        "token_ids": prompt.token_ids,
+        "block_size": prompt.chain.block_size,
+        "hashes": [digest.hex() for digest in prompt.chain],
+        "residency": {
+            "device": {str(key): n for key, n in residency.device.items()},
+            "pending": {str(key): pending.tokens for key, pending in turn.pending.items()},
+            "pool": [span._asdict() for span in residency.pool],
+            "pool_state": residency.pool_state,
+        },
+        "engines": {
+            str(view.key): {
+                "running": view.running,
+                "waiting": view.waiting,
+                "queued_prefill_tokens": view.queued_prefill,
+                "kv_usage": view.kv_usage,
+                "expected_cached": turn.cached(view.key)._asdict(),
+            }
+            for view in found.views
+        },
+        "acting": router.policies.acting,
+        "rankings": {
+            name: [
+                {"engine": str(c.key), "cost": c.cost, "reason": c.reason, "terms": dict(c.terms)}
+                for c in ranking.prefill
+                if c.key in keys
+            ]
+            for name, ranking in found.rankings.items()
+        },
+    }

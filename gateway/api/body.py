@@ -1,0 +1,111 @@
+"""Reads a request's body once, keeps its bytes, and decodes it for routing.
+
+The bytes go to the engine as they came. Decoding is for the gateway's own use:
+where our decoder is stricter than the engine's (NaN, lone surrogates, huge
+numbers) the turn goes on unhashed, and the engine judges it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gateway.api.errors import ApiError, Fault
+from gateway.proxy.relay import Receive
+
+# Fields that reach into the engine: a client's kv_transfer_params can end an engine's process or
+# read a stranger's cache, and vLLM copies vllm_xargs into the same place unless they are set; a
+# report mode makes the engine announce blocks again, which event readers must not count twice.
+_ENGINE_FIELDS = ("kv_transfer_params",)
+_ENGINE_XARGS = ("kv_transfer_params", "kv_cache_report_mode")
+
+
+class ClientLeft(Exception):
+    """The client went before its body was whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A body: its bytes as they came, its fields, and why it cannot be hashed, if so."""
+
+    raw: bytes
+    fields: dict[str, Any]
+    unreadable: str | None = None
+
+
+async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
+    """Read the whole body.
+
+    Raises:
+        ApiError: TOO_LARGE beyond `limit` bytes, at the first byte that shows it.
+        ClientLeft: if the client goes first.
+    """
+    declared = headers.get(b"content-length", b"")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > limit:
+            raise _too_large(limit)
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def decode(raw: bytes) -> Body:
+    """Decode a body.
+
+    Raises:
+        ApiError: MALFORMED if it is not a JSON object.
+    """
+    unreadable = None
+    try:
+        fields = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        # ValueError covers invalid UTF-8 and, for absurd numbers, Python's digit limit.
+        try:
+            fields = json.loads(raw)
+        except (ValueError, RecursionError):
+            raise ApiError(Fault.MALFORMED, f"the body is not valid JSON: {error}") from error
+        unreadable = f"the body is unusual JSON: {error}"
+    except RecursionError as error:
+        raise ApiError(Fault.MALFORMED, "the body is nested too deeply") from error
+    if not isinstance(fields, dict):
+        raise ApiError(Fault.MALFORMED, "the body must be a JSON object")
+    return Body(raw, fields, unreadable)
+
+
+def refuse_engine_fields(fields: dict[str, Any]) -> None:
+    """Refuse fields with which a client would speak to an engine's inside.
+
+    Raises:
+        ApiError: ENGINE_FIELD, naming the field.
+    """
+    xargs = fields.get("vllm_xargs")
+    found = [name for name in _ENGINE_FIELDS if fields.get(name) is not None]
+    if isinstance(xargs, dict):
+        found += [f"vllm_xargs.{name}" for name in _ENGINE_XARGS if name in xargs]
+    if found:
+        raise ApiError(
+            Fault.ENGINE_FIELD,
+            f"{found[0]} is for the engines' own use and is not accepted from clients; "
+            "remove it (the operator may allow it with allow_engine_fields)",
+            param=found[0],
+        )
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        Fault.TOO_LARGE,
+        f"the body is larger than {limit} bytes, the limit set by limits.body_bytes",
+    )

@@ -1,0 +1,138 @@
+"""The data plane's application: the listed routes, `/health`, `/ready`, `/v1/models`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from gateway.api.errors import ApiError, Fault
+from gateway.api.inference import Inference, unknown_model
+from gateway.fleet.fleet import Fleet
+from gateway.routing import Router
+
+_JSON = "application/json"
+
+
+def data_app(
+    inference: list[Inference], router: Router, fleet: Fleet, readiness: Callable[[], Readiness]
+) -> FastAPI:
+    """Put the data plane together."""
+    app = FastAPI(
+        title="mooncake-gateway",
+        description="An OpenAI-compatible front door for vLLM engines that share a Mooncake pool.",
+        redirect_slashes=False,
+        exception_handlers={
+            HTTPException: _http_error,
+            ApiError: _api_error,
+        },
+    )
+
+    @app.get("/health", summary="Whether the gateway is alive.")
+    async def health() -> dict[str, Any]:
+        state = readiness()
+        return {"status": "ok", "degraded": state.degraded}
+
+    @app.get("/ready", summary="Whether turns can be placed; what is degraded is named.")
+    async def ready() -> Response:
+        state = readiness()
+        body = {"ready": not state.reasons, "reasons": state.reasons, "degraded": state.degraded}
+        status = HTTPStatus.SERVICE_UNAVAILABLE if state.reasons else HTTPStatus.OK
+        return Response(msgspec.json.encode(body), status, media_type=_JSON)
+
+    @app.get("/v1/models", summary="The served models, as their engines describe them.")
+    async def models() -> Response:
+        cards = [card for name in router.rooms for card in _cards(fleet, name)]
+        body = {"object": "list", "data": cards}
+        return Response(msgspec.json.encode(body), media_type=_JSON)
+
+    @app.get("/v1/models/{name:path}", summary="One served model.")
+    async def model(name: str) -> Response:
+        if name not in router.rooms:
+            raise unknown_model(router, name)
+        card = next((card for card in _cards(fleet, name) if card.get("id") == name), None)
+        return Response(msgspec.json.encode(card), media_type=_JSON)
+
+    # Plain ASGI: an instance that is no function is called with (scope, receive, send).
+    for route in inference:
+        app.router.routes.append(Route(route.route, route, methods=["POST"]))
+    _describe(app, inference)
+    return app
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """Why no turn can be placed (empty: it can), and what works with less than it should know."""
+
+    reasons: list[str]
+    degraded: list[str]
+
+
+def _cards(fleet: Fleet, model: str) -> list[dict[str, Any]]:
+    """Return the model's cards with every field that its first answering engine gave them."""
+    for engine in fleet.of(model):
+        if engine.cards:
+            listing = msgspec.json.decode(engine.cards)
+            cards = [card for card in listing.get("data", ()) if card.get("id") == model]
+            if cards:
+                return cards
+    return [{"id": model, "object": "model", "created": 0, "owned_by": "vllm"}]
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        known = ApiError(Fault.METHOD_NOT_ALLOWED, "this route does not take that method")
+    else:
+        known = ApiError(
+            Fault.ROUTE_NOT_FOUND, "there is no such route here; /docs lists those there are"
+        )
+    answer = _response(known)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _response(error)
+
+
+def _response(error: ApiError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in error.headers}
+    return Response(error.body, error.status, headers=headers)
+
+
+def _describe(app: FastAPI, inference: list[Inference]) -> None:
+    """Merge the plain routes into the OpenAPI schema."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = make()
+            for route in inference:
+                schema["paths"][route.route] = {"post": _operation(route.route)}
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _operation(route: str) -> dict[str, Any]:
+    return {
+        "summary": f"OpenAI's {route}; the body goes to an engine as it is.",
+        "requestBody": {
+            "required": True,
+            "content": {_JSON: {"schema": {"type": "object", "additionalProperties": True}}},
+        },
+        "responses": {
+            "200": {
+                "description": "The engine's answer, as it is.",
+                "content": {_JSON: {}, "text/event-stream": {}},
+            },
+            "default": {"description": "An error in OpenAI's shape."},
+        },
+    }

@@ -1,0 +1,1 @@
+"""The engines: whether they live, what they report, how they hash."""

@@ -1,0 +1,1 @@
+"""Carries a decision out: connections to engines, relay of answers, failover."""

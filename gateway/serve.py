@@ -1,0 +1,130 @@
+"""Runs a gateway: both listeners in one event loop, and what signals do.
+
+SIGTERM and SIGINT: the data plane stops accepting, requests under way may end
+within `shutdown_grace`, then the admin listener closes and the process exits
+with 0. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from gateway.app import Gateway
+from gateway.config import ConfigError, GatewayConfig
+from gateway.telemetry import log as logs
+
+log = logging.getLogger("gateway")
+
+
+class _Server(uvicorn.Server):
+    """A server whose signals are handled once for both listeners."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def run(config: GatewayConfig) -> None:
+    """Serve until a signal says otherwise.
+
+    Raises:
+        ConfigError: if the configuration cannot be used, or an address is taken.
+    """
+    logs.configure(config.log)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config))
+
+
+async def _serve(config: GatewayConfig) -> None:
+    with contextlib.ExitStack() as stack:
+        data_socket = stack.enter_context(_bind(config.listen.host, config.listen.port, "listen"))
+        admin_socket = stack.enter_context(_bind(config.admin.host, config.admin.port, "admin"))
+        gateway = Gateway(config)
+        data = _server(gateway.data_app, config.shutdown_grace)
+        admin = _server(gateway.admin_app, 1)
+        stopping = asyncio.Event()
+
+        def stop() -> None:
+            if stopping.is_set():
+                data.force_exit = admin.force_exit = True
+            stopping.set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        gateway.start()
+        # What start-up made stays: a full collection over it would hold the loop for longer than a
+        # pool look-up may take.
+        gc.collect()
+        gc.freeze()
+        log.info(
+            "serving on http://%s, admin on http://%s",
+            _address(data_socket),
+            _address(admin_socket),
+            extra={"fields": {"models": list(gateway.rooms), "policy": config.policy}},
+        )
+        serving = [
+            asyncio.create_task(data.serve([data_socket])),
+            asyncio.create_task(admin.serve([admin_socket])),
+        ]
+        stopped = asyncio.create_task(stopping.wait())
+        await asyncio.wait((*serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+        log.info("shutting down; requests under way have %g s", config.shutdown_grace)
+        gateway.draining = True
+        data.should_exit = True
+        await asyncio.gather(serving[0], return_exceptions=True)
+        admin.should_exit = True
+        stopped.cancel()
+        results = await asyncio.gather(*serving, return_exceptions=True)
+        await gateway.stop()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        log.info("stopped")
+
+
+def _bind(host: str, port: int, section: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; "
+            f"free the port, or set {section}.host and {section}.port"
+        ) from error
+
+
+def _address(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _server(app: Any, grace: float) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            # Longer than clients and load balancers keep theirs, so that they close first.
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, round(grace)),
+        )
+    )

@@ -1,0 +1,161 @@
+"""The fleet file, and the gateway section that follows from it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from connector.fleet import FleetError, FleetFile, gateway_models, load
+from connector.model import ModelConfig
+
+
+def fleet(**changes: Any) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "engine": {"model": "org/tiny", "device": "cpu", "env": {"A": "1", "B": "1"}},
+        "engines": [
+            {"id": "a", "port": 8101, "events_port": 5557, "replay_port": 6557},
+            {"id": "b", "port": 8102, "segment": "127.0.0.3:17102"},
+        ],
+    }
+    return {**content, **changes}
+
+
+def written(tmp_path: Path, content: object) -> Path:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+def test_engines_share_and_override() -> None:
+    content = fleet()
+    content["engines"][1] |= {"block_size": 64, "env": {"B": "2"}}
+    a, b = FleetFile.model_validate(content).engines
+    assert (a.model, a.block_size, a.env) == ("org/tiny", 32, {"A": "1", "B": "1"})
+    assert (b.model, b.block_size, b.env) == ("org/tiny", 64, {"A": "1", "B": "2"})
+
+
+def test_a_validated_fleet_survives_json() -> None:
+    first = FleetFile.model_validate(fleet())
+    assert FleetFile.model_validate_json(first.model_dump_json()) == first
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not YAML"),
+        ("- a", "top level must be a mapping"),
+        (fleet(mastr={}), "mastr: unknown key"),
+        (fleet(engine={"model": "m", "blok_size": 32}), r"\n  engine.blok_size: unknown key$"),
+        (fleet(engine={}), r"engines.0.model: Field required"),
+        (fleet(engines=[]), "engines: "),
+        (fleet(engines=[{"id": "a"}]), "engines.0.port: Field required"),
+        (fleet(engines=[{"id": "a/b", "port": 1}]), "engines.0.id"),
+        (
+            fleet(engines=[{"id": "a", "port": 8101}, {"id": "a", "port": 8102}]),
+            "engine id a is given 2 times",
+        ),
+        (
+            fleet(engines=[{"id": "a", "port": 9003}]),
+            r"port 9003 is given 2 times \(master http_port, engine a port\)",
+        ),
+        (
+            fleet(engines=[{"id": n, "port": p, "lookup_rpc_port": 1} for n, p in ("a1", "b2")]),
+            "lookup_rpc_port 1 is given 2 times",
+        ),
+        (
+            fleet(
+                engines=[{"id": n, "port": p, "segment": "127.0.0.2:1"} for n, p in ("a1", "b2")]
+            ),
+            "segment 127.0.0.2:1 is given 2 times",
+        ),
+    ],
+)
+def test_wrong_files_are_named_by_place(tmp_path: Path, content: object, message: str) -> None:
+    with pytest.raises(FleetError, match=message):
+        load(written(tmp_path, content))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FleetError, match="cannot read"):
+        load(tmp_path / "none.yaml")
+
+
+def test_gateway_section_follows_from_the_fleet(tmp_path: Path) -> None:
+    model = tmp_path / "tiny"
+    model.mkdir()
+    content = fleet()
+    content["engine"] |= {
+        "model": str(model),
+        "served_name": "served",
+        "hash_algorithm": "sha256",
+        "block_size": 64,
+        "seed": 7,
+        "cache_prefix": "blue",
+        "default_chat_template_kwargs": {"enable_thinking": False},
+    }
+    [section] = gateway_models(FleetFile.model_validate(content))
+    parsed = ModelConfig.model_validate(section)
+    assert parsed.name == "served"
+    assert parsed.exact
+    assert parsed.tokenizer == model
+    assert parsed.hashing.model_dump() == {"algorithm": "sha256", "block_size": 64, "seed": "7"}
+    assert parsed.default_chat_template_kwargs == {"enable_thinking": False}
+    assert parsed.pool is not None
+    assert parsed.pool.master == "http://127.0.0.1:9003"
+    assert parsed.pool.key.model == "tiny"
+    assert parsed.pool.key.cache_prefix == "blue"
+    a, b = parsed.engines
+    assert a.url == "http://127.0.0.1:8101"
+    assert (a.events, a.replay) == ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557")
+    assert (b.events, b.segments) == (None, ("127.0.0.3:17102",))
+
+
+def test_a_model_by_name_is_not_exact() -> None:
+    [section] = gateway_models(FleetFile.model_validate(fleet()))
+    parsed = ModelConfig.model_validate(section)
+    assert not parsed.exact
+    assert parsed.name == "tiny"
+
+
+def test_two_models_in_one_fleet() -> None:
+    content = fleet()
+    content["engines"][1] |= {"model": "org/other", "block_size": 64}
+    first, second = gateway_models(FleetFile.model_validate(content))
+    assert [engine["id"] for engine in first["engines"]] == ["a"]
+    assert [engine["id"] for engine in second["engines"]] == ["b"]
+    assert second["hashing"]["block_size"] == 64
+
+
+def test_engines_of_one_name_must_hash_alike() -> None:
+    content = fleet()
+    content["engines"][1] |= {"block_size": 64}
+    with pytest.raises(FleetError, match="a and b both serve 'tiny' but differ in hashing"):
+        gateway_models(FleetFile.model_validate(content))
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [
+        ('{"num_key_value_heads": 2, "num_attention_heads": 8}', 2),
+        ('{"num_attention_heads": 8}', 4),
+        ('{"text_config": {"num_key_value_heads": 8}}', 4),
+        ('{"kv_lora_rank": 512, "num_key_value_heads": 128}', 1),
+        (None, 4),
+    ],
+)
+def test_ranks_that_store(tmp_path: Path, config: str | None, ranks: int) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    content = fleet(
+        engine={"model": str(tmp_path), "tensor_parallel_size": 4},
+        engines=[{"id": "a", "port": 8101}],
+    )
+    [section] = gateway_models(FleetFile.model_validate(content))
+    assert section["pool"]["key"]["ranks"]["tp"] == ranks
+
+
+def test_the_example_is_a_fleet() -> None:
+    example = load(Path(__file__).parents[2] / "examples" / "real" / "fleet.yaml")
+    assert [engine.id for engine in example.engines] == ["a", "b"]
+    assert len({engine.segment for engine in example.engines}) == 2

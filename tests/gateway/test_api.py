@@ -1,0 +1,265 @@
+"""The surface: routes, errors, readiness, policy, decisions, metrics."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from scripted import Scripted, running, settings
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "code", "says"),
+    [
+        (b"{", 400, "malformed_request", "not valid JSON"),
+        (b"\xff\xfe", 400, "malformed_request", "not valid JSON"),
+        (b"[]", 400, "malformed_request", "JSON object"),
+        (b"[" * 100_000, 400, "malformed_request", ""),
+        (b'{"model":"m","messages":[]}', 400, "malformed_request", "`messages`"),
+        (b'{"model":"m","messages":"hi"}', 400, "malformed_request", "`messages`"),
+        (b'{"model":"m"}', 400, "malformed_request", "`messages`"),
+        (b'{"model":7,"messages":[{}]}', 400, "malformed_request", "`model`"),
+        (b'{"model":"n","messages":[{}]}', 404, "model_not_found", "served: 'm'"),
+    ],
+)
+async def test_bad_bodies_get_openai_shaped_errors(
+    engines: list[Scripted], content: bytes, status: int, code: str, says: str
+) -> None:
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        answer = await up.client.post(CHAT, content=content)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code)
+    assert says in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert answer.headers["x-request-id"]
+    assert not any(engine.requests for engine in engines)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params"),
+        ({"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs.kv_transfer_params"),
+        ({"vllm_xargs": {"kv_cache_report_mode": "full"}}, "vllm_xargs.kv_cache_report_mode"),
+    ],
+)
+async def test_engine_internal_fields_are_refused_unless_allowed(
+    engines: list[Scripted], fields: dict[str, Any], param: str
+) -> None:
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        refused = await up.client.post(CHAT, json=BODY | fields)
+        harmless = await up.client.post(CHAT, json=BODY | {"kv_transfer_params": None})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "engine_internal_field"
+    assert refused.json()["error"]["param"] == param
+    assert harmless.status_code == 200
+    async with running(settings(engines, allow_engine_fields=True)) as up:
+        await up.ready(2)
+        assert (await up.client.post(CHAT, json=BODY | fields)).status_code == 200
+
+
+async def test_body_limit_is_exact(engines: list[Scripted]) -> None:
+    limit = 4096
+    shell = json.dumps(BODY | {"pad": ""}).encode()
+
+    def body(size: int) -> bytes:
+        return shell.replace(b'"pad": ""', b'"pad": "' + b"x" * (size - len(shell)) + b'"')
+
+    async with running(settings(engines, limits={"body_bytes": limit})) as up:
+        await up.ready(2)
+        fits = await up.client.post(CHAT, content=body(limit))
+        exceeds = await up.client.post(CHAT, content=body(limit + 1))
+
+        async def chunks() -> Any:
+            yield body(limit + 1)
+
+        chunked = await up.client.post(CHAT, content=chunks())
+    assert fits.status_code == 200
+    assert [exceeds.status_code, chunked.status_code] == [413, 413]
+    assert exceeds.json()["error"]["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("megabytes", [1, 16, 60])
+async def test_large_bodies_pass(engines: list[Scripted], megabytes: int) -> None:
+    body = BODY | {"pad": "x" * megabytes * 2**20}
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        answer = await up.client.post(CHAT, json=body)
+    assert answer.status_code == 200
+    (_, _, sent) = next(e.requests[0] for e in engines if e.requests)
+    assert json.loads(sent) == body
+
+
+async def test_unknown_routes_and_methods_never_reach_an_engine(engines: list[Scripted]) -> None:
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        for method, path, status, code in [
+            ("POST", "/v1/load_lora_adapter", 404, "route_not_found"),
+            ("POST", "/v1/chat/completions/", 404, "route_not_found"),
+            ("POST", "/v1/../v1/x", 404, "route_not_found"),
+            ("GET", "/metrics", 404, "route_not_found"),
+            ("POST", "/reset_prefix_cache", 404, "route_not_found"),
+            ("GET", CHAT, 405, "method_not_allowed"),
+            ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ]:
+            answer = await up.client.request(method, path)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (status, code), path
+    assert not any(engine.requests for engine in engines)
+
+
+async def test_models_keep_every_field(engines: list[Scripted]) -> None:
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        listing = (await up.client.get("/v1/models")).json()
+        one = (await up.client.get("/v1/models/m")).json()
+        none = await up.client.get("/v1/models/nobody")
+    assert listing == {"object": "list", "data": [engines[0].card]}
+    assert one == engines[0].card
+    assert none.status_code == 404
+
+
+async def test_unusual_json_goes_on_unhashed(engines: list[Scripted]) -> None:
+    raw = b'{"model":"m","messages":[{"role":"user","content":"\\ud800"}],"temperature":NaN}'
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        answer = await up.client.post(CHAT, content=raw)
+        (record,) = (await up.admin.get("/gateway/decisions")).json()
+    assert answer.status_code == 200
+    assert next(e.requests[0] for e in engines if e.requests)[2] == raw
+    assert record["exact"] is False
+
+
+async def test_debug_headers_are_off_unless_asked_for(engines: list[Scripted]) -> None:
+    async with running(settings(engines, debug_headers=False)) as up:
+        await up.ready(2)
+        answer = await up.client.post(CHAT, json=BODY)
+    assert not [name for name in answer.headers if name.startswith("x-gateway")]
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        answer = await up.client.post(CHAT, json=BODY)
+    assert answer.headers["x-gateway-policy"] == "round_robin"
+    assert answer.headers["x-gateway-expected-cached"] == "device=0,pool=0"
+
+
+async def test_policy_is_switched_by_put_and_named_by_header(engines: list[Scripted]) -> None:
+    async with running(settings(engines, policy_header=True)) as up:
+        await up.ready(2)
+        before = (await up.admin.get("/gateway/policy")).json()
+        assert before["policy"] == "round_robin"
+        assert "pool_aware" in before["available"]
+        put = await up.admin.put("/gateway/policy", json={"policy": "session_affinity"})
+        assert put.json()["policy"] == "session_affinity"
+        headers = {"X-Session-ID": "one"}
+        went = {
+            (await up.client.post(CHAT, json=BODY, headers=headers)).headers["x-gateway-engine"]
+            for _ in range(6)
+        }
+        assert len(went) == 1
+        named = await up.client.post(
+            CHAT, json=BODY, headers=headers | {"X-Gateway-Policy": "random"}
+        )
+        assert named.headers["x-gateway-policy"] == "random"
+        wrong = await up.admin.put("/gateway/policy", json={"policy": "round_robbin"})
+        assert wrong.status_code == 400
+        assert "did you mean 'round_robin'" in wrong.json()["error"]["message"]
+        unknown = await up.client.post(CHAT, json=BODY, headers={"X-Gateway-Policy": "nope"})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "unknown_policy")
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        refused = await up.client.post(CHAT, json=BODY, headers={"X-Gateway-Policy": "random"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unknown_policy")
+
+
+async def test_explain_decides_nothing(engines: list[Scripted]) -> None:
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        found = (await up.admin.post("/gateway/explain", json=BODY)).json()
+        again = (await up.admin.post("/gateway/explain", json=BODY)).json()
+        assert up.in_flight() == 0
+        assert (await up.admin.get("/gateway/decisions")).json() == []
+        assert (await up.admin.post("/gateway/explain", content=b"{")).status_code == 400
+    assert found["rankings"] == again["rankings"]
+    assert set(found["rankings"]) >= {"round_robin", "random", "least_requests", "pool_aware"}
+    assert len(found["rankings"]["pool_aware"]) == 2
+    assert found["exact"] is False
+    assert not any(engine.requests for engine in engines)
+
+
+async def test_metrics_count_and_leak_nothing(engines: list[Scripted]) -> None:
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        headers = {"Authorization": "Bearer sekrit", "X-Session-ID": "tenant-7"}
+        await up.client.post(CHAT, json=BODY, headers=headers)
+        await up.client.post(CHAT, content=b"{")
+        page = (await up.admin.get("/metrics")).text
+        records = (await up.admin.get("/gateway/decisions")).text
+        rows = (await up.admin.get("/gateway/engines")).json()
+        config = (await up.admin.get("/gateway/config")).json()
+        data_plane = await up.client.get("/metrics")
+    assert 'mooncake_gateway_requests_total{route="/v1/chat/completions",status="200"} 1.0' in page
+    assert 'mooncake_gateway_requests_total{route="/v1/chat/completions",status="400"} 1.0' in page
+    assert 'mooncake_gateway_reported_cached_tokens_total{model="m"} 4.0' in page
+    assert 'mooncake_gateway_engine_up{engine="a",model="m"} 1.0' in page
+    for text in (page, records):
+        assert "sekrit" not in text
+        assert "tenant-7" not in text
+    assert [row["state"] for row in rows] == ["ready", "ready"]
+    assert rows[0]["hashing"] == {"algorithm": "sha256_cbor", "block_size": 16}
+    assert config["policy"] == "round_robin"
+    assert data_plane.status_code == 404
+
+
+async def test_engines_that_disagree_are_named(engines: list[Scripted]) -> None:
+    engines[1].block = 64
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        ready = (await up.client.get("/ready")).json()
+        rows = (await up.admin.get("/gateway/engines")).json()
+    assert ready["ready"] is True
+    assert "engine b gets no cache credit: its blocks hold 64 tokens" in ready["degraded"][0]
+    assert rows[0]["mismatch"] is None
+    assert "--block-size" in rows[1]["mismatch"]
+
+
+async def test_engine_states_show_in_readiness(engines: list[Scripted]) -> None:
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        assert (await up.client.get("/ready")).json()["degraded"] == []
+        engines[1].healthy = False
+        await up.ready(1)
+        ready = await up.client.get("/ready")
+        assert ready.status_code == 200
+        assert ready.json()["degraded"] == ["engine b is down: ValueError: /health answered 500"]
+        engines[1].healthy = True
+        await up.ready(2)
+
+
+async def test_openapi_lists_the_plain_routes(engines: list[Scripted]) -> None:
+    async with running(settings(engines)) as up:
+        schema = (await up.client.get("/openapi.json")).json()
+    assert {CHAT, "/v1/completions", "/v1/models", "/health", "/ready"} <= set(schema["paths"])
+
+
+async def test_the_openai_client(engines: list[Scripted]) -> None:
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        async with openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{up.port}/v1", api_key="k", max_retries=0
+        ) as client:
+            messages: Any = BODY["messages"]
+            whole = await client.chat.completions.create(model="m", messages=messages)
+            assert whole.choices[0].message.content == "hi"
+            chunks = await client.chat.completions.create(model="m", messages=messages, stream=True)
+            text = [c.choices[0].delta.content async for c in chunks if c.choices]
+            assert text == ["x", "x"]
+            with pytest.raises(openai.NotFoundError, match="there is no model"):
+                await client.chat.completions.create(model="n", messages=messages)

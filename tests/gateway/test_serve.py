@@ -1,0 +1,140 @@
+"""The process: what it says, what signals do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from aiohttp import web
+from scripted import CHUNK, DONE, Scripted, settings
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+
+class Process:
+    """A `mooncake-gateway serve` in a process of its own, on free ports."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[dict[str, object]] = []
+        self.base = self.admin = ""
+
+    async def until(self, message: str) -> dict[str, object]:
+        """Read the log up to a line that matches."""
+        assert self.process.stderr is not None
+        while line := await self.process.stderr.readline():
+            entry = json.loads(line)
+            self.lines.append(entry)
+            if re.search(message, str(entry["message"])):
+                return entry
+        raise AssertionError(f"ended without {message!r}: {self.lines}")
+
+
+@pytest.fixture
+async def served(engines: list[Scripted], tmp_path: Path) -> AsyncIterator[Process]:
+    config = settings(engines, shutdown_grace=5).model_dump(mode="json", exclude_defaults=True)
+    path = tmp_path / "gateway.yaml"
+    path.write_text(yaml.safe_dump(config))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway", "serve", "-c", str(path),
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    up = Process(process)
+    entry = await up.until("^serving on")
+    up.base, up.admin = re.findall(r"http://[\d.:]+", str(entry["message"]))
+    async with httpx.AsyncClient() as client:
+        while (await client.get(f"{up.base}/ready")).status_code != 200:
+            await asyncio.sleep(0.02)
+    yield up
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+async def test_sigterm_lets_requests_end(served: Process, engines: list[Scripted]) -> None:
+    began, release = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(CHUNK)
+        began.set()
+        await release.wait()
+        await answer.write(DONE)
+        return answer
+
+    for engine in engines:
+        engine.handler = slow
+    async with httpx.AsyncClient(timeout=30) as client:
+        call = asyncio.create_task(client.post(f"{served.base}/v1/chat/completions", json=BODY))
+        await began.wait()
+        served.process.send_signal(signal.SIGTERM)
+        await served.until("^shutting down")
+        refused = False
+        while not refused:
+            try:
+                await client.get(f"{served.base}/health", headers={"Connection": "close"})
+            except httpx.TransportError:
+                # Refused, or closed where it stood in the queue of the closing listener.
+                refused = True
+        release.set()
+        assert (await call).content == CHUNK + DONE
+    await served.until("^stopped")
+    assert await served.process.wait() == 0
+
+
+async def test_second_signal_ends_at_once(served: Process, engines: list[Scripted]) -> None:
+    began = asyncio.Event()
+
+    async def forever(_: web.Request) -> web.StreamResponse:
+        began.set()
+        await asyncio.sleep(60)
+        return web.Response()
+
+    for engine in engines:
+        engine.handler = forever
+    async with httpx.AsyncClient(timeout=30) as client:
+        call = asyncio.create_task(client.post(f"{served.base}/v1/chat/completions", json=BODY))
+        await began.wait()
+        served.process.send_signal(signal.SIGINT)
+        await served.until("^shutting down")
+        served.process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(4):
+            assert await served.process.wait() == 0
+        answer = (await asyncio.gather(call, return_exceptions=True))[0]
+        # Cut off, or told so if there was time.
+        assert isinstance(answer, httpx.HTTPError) or answer.status_code == 500
+
+
+async def test_log_lines_are_json_and_name_the_request(served: Process) -> None:
+    async with httpx.AsyncClient() as client:
+        headers = {"X-Request-Id": "find-me", "Authorization": "Bearer sekrit"}
+        await client.post(f"{served.base}/v1/chat/completions", json=BODY, headers=headers)
+    entry = await served.until("^/v1/chat/completions 200")
+    assert entry["request_id"] == "find-me"
+    assert entry["engine"] in ("a", "b")
+    assert entry["reported"] == {"prompt": 9, "cached": 4, "output": 2}
+    assert "sekrit" not in json.dumps(served.lines)
+
+
+async def test_a_taken_port_is_said_plainly(tmp_path: Path, engines: list[Scripted]) -> None:
+    config = settings(engines, listen={"port": engines[0].port})
+    path = tmp_path / "gateway.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True)))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway", "serve", "-c", str(path),
+        stderr=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONWARNINGS": "error"},
+    )  # fmt: skip
+    _, errors = await process.communicate()
+    assert process.returncode == 2
+    assert b"cannot listen on 127.0.0.1:" in errors
+    assert b"Traceback" not in errors
