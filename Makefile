@@ -18,10 +18,11 @@ help: ## Show this.
 	@echo "PYTHON=... takes another interpreter (3.11 or newer; the engines' packages need 3.11)."
 
 test: $(GATEWAY) $(ENGINE) ## Run all tests, those against real vLLM engines included.
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto -m "not engine"
+	$(BIN)/pytest -m engine
 
 check: lint ## Run the linters and the fast tests; needs no engine.
-	$(BIN)/pytest -m "not engine"
+	$(BIN)/pytest -n auto -m "not engine"
 
 lint: $(GATEWAY) ## Run ruff, mypy and the import contracts.
 	$(BIN)/ruff check .

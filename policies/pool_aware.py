@@ -17,6 +17,9 @@ from policies.base import (
     register,
 )
 
+PRECISION = 0.05
+"""Relative difference of two costs below which the estimates cannot tell them apart."""
+
 DUPLICATE = 10.0
 """Price of a second of compute that is being done on enough engines already."""
 
@@ -58,8 +61,11 @@ class PoolAware(BasePolicy):
     before it is computed anywhere share the first `copies` engines, up to many
     times the queue that would otherwise send them on to compute it once more.
 
-    argmin of the sum; costs within a microsecond tie, and go by load, then by
-    chance from (seed, turn id).
+    argmin of the sum, as far as estimates go: costs within `PRECISION` of the
+    least are alike, and of such engines the one with most on its device comes
+    first (what is there is sure, rates are estimates), then the less loaded, then
+    chance from (seed, turn id). Without this an idle fleet's cold turns would all
+    go to the one engine that seems a percent faster, and crowd its cache.
 
     Inputs: the turn's device, pending and pool tokens; the views' queues,
     running, waiting, decode tokens, segments, rates. Cost: seconds; `terms` add
@@ -94,12 +100,18 @@ class PoolAware(BasePolicy):
         """Rank the fleet by estimated seconds."""
         computing = self._computing(turn, now)
         chance = self.chance(turn)
-        ranked = []
-        for view in fleet:
-            candidate = self._candidate(turn, view, computing, now)
-            ranked.append((round(candidate.cost, 6), view.load, chance.random(), candidate))
-        ranked.sort(key=lambda place: place[:3])
-        return Ranking.by_role([place[3] for place in ranked], fleet)
+        candidates = [self._candidate(turn, view, computing, now) for view in fleet]
+        best = min((candidate.cost for candidate in candidates), default=0.0)
+        alike = best * (1.0 + PRECISION) + 1e-6
+
+        def place(view: EngineView, candidate: Candidate) -> tuple[float, int, int, float]:
+            if candidate.cost <= alike:
+                return best, -turn.cached(view.key).device, view.load, chance.random()
+            return candidate.cost, 0, view.load, chance.random()
+
+        places = [place(view, c) for view, c in zip(fleet, candidates, strict=True)]
+        order = sorted(range(len(candidates)), key=places.__getitem__)
+        return Ranking.by_role([candidates[i] for i in order], fleet)
 
     def _computing(self, turn: Turn, now: float) -> int:
         """Return the leading tokens that at least `copies` engines are computing now."""

@@ -56,7 +56,6 @@ def fleet_file(python: Path, model: Path, engines: Sequence[dict[str, Any]], por
             "master": {
                 "rpc_port": ports.next(),
                 "http_port": ports.next(),
-                "metadata_port": ports.next(),
             },
             "engine": {
                 "model": str(model),
