@@ -228,6 +228,12 @@ class Gateway:
                         "connected; its device cache is not known"
                     )
         for name, room in self.rooms.items():
+            if room.config.exact and self.fleet.candidates(name) and not self.fleet.hashing(name):
+                yield (
+                    f"model {name}: no engine says how it hashes (vllm:cache_config_info on "
+                    "/metrics), so prompts are hashed approximately; set hashing.algorithm and "
+                    "hashing.block_size if the engines cannot say"
+                )
             if room.hashing_error:
                 yield f"model {name}: prompts are hashed approximately: {room.hashing_error}"
             if room.pool is not None and room.pool.breaker.state is not State.CLOSED:

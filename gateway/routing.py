@@ -296,6 +296,8 @@ class Router:
         ranking = policy.rank(turn, views, found)
         if ranking.reject is not None:
             raise Rejected(ranking.reject)
+        if not ranking.prefill:
+            raise NoEngine(f"no engine of model {request.model!r} has a role that may prefill")
         best = ranking.prefill[0]
         decision = Decision(turn, name, ranking, best.key, turn.cached(best.key), found)
         charge = self.book.charge(decision, found)

@@ -37,6 +37,7 @@ from gateway.routing import (
     UnknownPolicy,
 )
 from gateway.telemetry.metrics import Metrics
+from policies.base import Ending
 
 access = logging.getLogger("gateway.access")
 log = logging.getLogger("gateway.api")
@@ -124,6 +125,9 @@ class Inference:
                 raise
             await answer_error(send, ApiError(Fault.INTERNAL, "the gateway failed"), own)
         finally:
+            if placement is not None:
+                # The relay has done so already, unless something failed before it ran.
+                placement.ended(Ending.FAILED, status, None)
             self._metrics.answered(self.route, status)
             if self._settings.access_log:
                 self._log(request_id, placement, status, trouble, time.monotonic() - began)

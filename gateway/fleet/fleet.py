@@ -104,6 +104,8 @@ class Fleet:
             asyncio.create_task(self._watch(engine), name=f"probe {engine.id}")
             for engine in self._engines.values()
         ]
+        for task in self._tasks:
+            task.add_done_callback(_say_if_died)
 
     async def stop(self) -> None:
         """Stop watching."""
@@ -213,6 +215,14 @@ class Fleet:
             if mismatch and mismatch != engine.mismatch:
                 log.error("engine %s gets no cache credit: %s", engine.id, mismatch)
             engine.mismatch = mismatch
+
+
+def _say_if_died(task: asyncio.Task[None]) -> None:
+    """A watcher never ends by itself: if it did, that is a fault, and must be seen."""
+    if not task.cancelled() and (error := task.exception()):
+        log.critical(
+            "%s has died; its engine is no longer watched", task.get_name(), exc_info=error
+        )
 
 
 def _mismatch(engine: Engine, algorithm: str, block_size: int) -> str | None:

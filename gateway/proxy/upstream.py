@@ -124,9 +124,7 @@ class AiohttpUpstream:
         url = self._urls.get((base, path))
         if url is None:
             url = self._urls[base, path] = URL(base + path)
-        fields = CIMultiDict(
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in headers
-        )
+        fields = CIMultiDict((name.decode("latin-1"), _text(value)) for name, value in headers)
         # Large bodies go out in pieces, so that one does not hold up the loop.
         data = io.BytesIO(body) if len(body) > _PIECEWISE else body
         try:
@@ -146,3 +144,11 @@ class AiohttpUpstream:
         await self._session.close()
         # aiohttp closes transports in callbacks of the next turn of the loop.
         await asyncio.sleep(0)
+
+
+def _text(value: bytes) -> str:
+    """Return a header's value in such a form that aiohttp, which writes UTF-8, sends its bytes."""
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value.decode("latin-1")

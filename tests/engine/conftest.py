@@ -7,7 +7,7 @@ makes it; under CI that is a failure.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Under CI a skipped engine test is a failure, unless it wants a trace that is not ours."""
+    report = yield
+    foreign = item.get_closest_marker("traces")
+    if report.skipped and os.environ.get("CI") and not foreign and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"engine tests may not be skipped under CI: {report.longrepr}"
+    return report
 
 
 @pytest.fixture(scope="session")

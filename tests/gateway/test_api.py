@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from scripted import Scripted, running, settings
+
+from connector.tiny_model import Shape, write
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -228,6 +231,48 @@ async def test_engines_that_disagree_are_named(engines: list[Scripted]) -> None:
     assert "engine b gets no cache credit: its blocks hold 64 tokens" in ready["degraded"][0]
     assert rows[0]["mismatch"] is None
     assert "--block-size" in rows[1]["mismatch"]
+
+
+async def test_engines_that_do_not_say_how_they_hash_are_named(
+    engines: list[Scripted], tmp_path: Path
+) -> None:
+    write(tmp_path / "tiny", Shape())
+    for engine in engines:
+        engine.algorithm = "unheard-of"
+    exact = {"exact": True, "tokenizer": tmp_path / "tiny"}
+    async with running(settings(engines, model=exact)) as up:
+        await up.ready(2)
+        ready = (await up.client.get("/ready")).json()
+        answer = await up.client.post(CHAT, json=BODY)
+        (record,) = (await up.admin.get("/gateway/decisions")).json()
+    assert ready["ready"] is True
+    assert "no engine says how it hashes" in ready["degraded"][0]
+    assert answer.status_code == 200
+    assert record["inexact_reason"] == "the engines' hashing is not known (yet)"
+
+
+async def test_a_conversation_returns_to_its_engine_by_own_history(
+    engines: list[Scripted], tmp_path: Path
+) -> None:
+    write(tmp_path / "tiny", Shape())
+    exact = {"exact": True, "tokenizer": tmp_path / "tiny"}
+    async with running(settings(engines, model=exact, policy="pool_aware")) as up:
+        await up.ready(2)
+        homes: dict[int, set[str]] = {}
+        talks = {i: [{"role": "user", "content": f"talk {i} " * 40}] for i in range(8)}
+        for _ in range(4):
+            for i, messages in talks.items():
+                body = {"model": "m", "messages": messages}
+                answer = await up.client.post(CHAT, json=body)
+                homes.setdefault(i, set()).add(answer.headers["x-gateway-engine"])
+                messages += [
+                    {"role": "assistant", "content": "hi"},
+                    {"role": "user", "content": "and then? " * 20},
+                ]
+        (last, *_) = (await up.admin.get("/gateway/decisions")).json()
+    assert all(len(engines) == 1 for engines in homes.values()), homes
+    assert last["exact"] is True
+    assert last["expected"]["device"] > 100
 
 
 async def test_engine_states_show_in_readiness(engines: list[Scripted]) -> None:

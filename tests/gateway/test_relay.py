@@ -52,6 +52,7 @@ async def test_client_headers_and_answer_headers_pass_but_those_of_the_hop(
         sent = {
             "Authorization": "Bearer client",
             "X-Stainless-Lang": "python",
+            "X-Name": "né".encode(),
             "X-data-parallel-rank": "7",
             "X-Request-Id": "mine-1",
         }
@@ -59,6 +60,7 @@ async def test_client_headers_and_answer_headers_pass_but_those_of_the_hop(
     (_, headers, _) = next(e.requests[0] for e in engines if e.requests)
     assert headers["authorization"] == "Bearer client"
     assert headers["x-stainless-lang"] == "python"
+    assert headers["x-name"] == "né"
     assert headers["x-request-id"] == "mine-1"
     assert "x-data-parallel-rank" not in headers
     assert answer.headers["x-engine-says"] == "yes"
