@@ -211,9 +211,6 @@ class Placement:
     def ended(self, ending: Ending, status: int, usage: Usage | None) -> None:
         """Release the Charge and close the record."""
         now = self._router.clock()
-        if ending is Ending.DONE:
-            # A whole answer has no first token of its own; the book does not learn from it.
-            self._charge.first_token(now)
         outcome = self._charge.release(ending, now, usage)
         if outcome is None:
             return
@@ -505,6 +502,7 @@ class Router:
             session=request.session,
             exact=prompt.exact,
             uncredited=disagree,
+            streams=request.body.get("stream") is True,
         )
 
     def _target(self, key: EngineKey) -> Target:

@@ -95,6 +95,7 @@ class Turn:
     from the pool only what follows its own device hit inside that run (the
     store connector looks the whole prefix up from block 0). `uncredited` names
     engines whose hashes are not the model's: nothing is expected of them.
+    `streams` is false for a turn whose answer comes whole and shows no first token.
     """
 
     id: str
@@ -109,6 +110,7 @@ class Turn:
     expected_output: int = 256
     exact: bool = True
     uncredited: frozenset[EngineKey] = frozenset()
+    streams: bool = True
 
     @property
     def cacheable(self) -> int:
@@ -286,7 +288,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a decision. `first_token_at` is None when no byte of an answer came."""
+    """What became of a decision.
+
+    `first_token_at` is None when no byte of an answer came, or it came whole.
+    """
 
     decision: Decision
     ending: Ending

@@ -9,6 +9,10 @@ columns:
                  │  └───────┐  ┌───────────┘
                  └ move ┘   release ─> RELEASED
 
+A turn whose answer comes whole shows no first token; it is taken to run from the
+moment at which its first token was estimated, or it would stand in its engine's
+queue for as long as it decodes.
+
     WAITING   queued_prefill (prompt tokens not expected in a cache),
               queued_fetch (seconds of pool loads)
     RUNNING   decode_tokens (prompt and expected output)
@@ -28,6 +32,8 @@ Single-threaded; every moment is handed in, on one monotonic clock.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -62,6 +68,9 @@ REPORT_LAG = 0.25
 
 SLOWEST_WHOLE = 1e-4
 """Seconds per output token below which an answer was not streamed but came whole."""
+
+
+_arrivals = itertools.count()
 
 
 class Totals(NamedTuple):
@@ -101,6 +110,7 @@ class _Account:
         "_rates",
         "_rates_from",
         "decode_tokens",
+        "due",
         "ends",
         "fetch_ns",
         "foreign_prefill",
@@ -133,6 +143,8 @@ class _Account:
         self._rates_from = (lessons.rates, 1.0)
         # When our latest turns ended here, as far back as a report may still show them.
         self.ends: deque[float] = deque(maxlen=1024)
+        # Turns whose answers come whole, by when they are taken to run.
+        self.due: list[tuple[float, int, Charge]] = []
         # Ours.
         self.waiting = 0
         self.running = 0
@@ -166,6 +178,12 @@ class _Account:
         while self.ends and self.ends[0] < since:
             self.ends.popleft()
         return len(self.ends)
+
+    def settle(self, now: float) -> None:
+        """Take whole answers' turns to run whose first token should have come."""
+        while self.due and self.due[0][0] <= now:
+            _, _, charge = heapq.heappop(self.due)
+            charge._take_to_run(self)
 
     def queue_seconds(self) -> float:
         """Estimate when a turn that arrives now would begin."""
@@ -280,14 +298,7 @@ class Charge:
         if self._stage is not _Stage.WAITING:
             return
         self._first_token_at = now
-        self._stage = _Stage.RUNNING
-        account = self._account
-        account.waiting -= 1
-        account.prefill -= self._prefill
-        account.fetch_ns -= self._fetch_ns
-        account.running += 1
-        account.decode_tokens += self._decode_tokens
-        account.stale = True
+        self._run()
         if self._claim is not None:
             self._book._predictions.ready(self._claim, now)
 
@@ -339,9 +350,26 @@ class Charge:
         self._claim = None
         if account.listed:
             self._claim = self._book._predictions.claim(account.key, sent, ready_at, now)
+        if not turn.streams:
+            heapq.heappush(account.due, (ready_at, next(_arrivals), self))
         account.waiting += 1
         account.prefill += self._prefill
         account.fetch_ns += self._fetch_ns
+        account.stale = True
+
+    def _take_to_run(self, account: _Account) -> None:
+        """Count the turn as running without a first token seen, if it still waits there."""
+        if self._stage is _Stage.WAITING and self._account is account:
+            self._run()
+
+    def _run(self) -> None:
+        self._stage = _Stage.RUNNING
+        account = self._account
+        account.waiting -= 1
+        account.prefill -= self._prefill
+        account.fetch_ns -= self._fetch_ns
+        account.running += 1
+        account.decode_tokens += self._decode_tokens
         account.stale = True
 
     def _leave(self) -> None:
@@ -489,6 +517,7 @@ class Book:
             account = self._accounts[key]
             if not account.listed:
                 raise KeyError(key)
+            account.settle(now)
             views.append(account.build(now))
         return tuple(views)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -420,6 +421,21 @@ def test_models_and_roles_learn_apart() -> None:
     book.add(B, model="two")
     live(book, turn("x", 1000), 2.0, usage=Usage(1000, 0, 50))
     assert see(book, B).rates == RATES
+
+
+def test_whole_answers_leave_the_queue_when_their_first_token_should_have_come(
+    book: Book,
+) -> None:
+    whole = dataclasses.replace(turn("x", 1000), streams=False)
+    charge = book.charge(decide(whole, A), 0.0)
+    streamed = book.charge(decide(turn("y", 500), A), 0.0)
+    first = 0.01 + 1000 * RATES.prefill
+    assert see(book, A, first - 0.02).queued_prefill == 1500
+    view = see(book, A, first + 0.02)
+    assert (view.queued_prefill, view.waiting, view.running) == (500, 1, 1)
+    assert charge.release(Ending.DONE, 3.0) is not None
+    streamed.release(Ending.DONE, 3.0)
+    assert set(book.totals()) == {0}
 
 
 def test_own_turns_are_never_taken_for_strangers(book: Book) -> None:
