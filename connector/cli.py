@@ -206,6 +206,7 @@ def _write_gateway_config(fleet: FleetFile, path: Path) -> None:
         "admin": GATEWAY_ADMIN,
         "policy": "pool_aware",
         "debug_headers": True,
+        "log": {"format": "text"},
         "models": _gateway_models(fleet),
     }
     try:
@@ -251,13 +252,22 @@ def _say_where(console: Console, stack: Stack) -> None:
     console.print(f"logs: {stack.log_dir}")
 
 
+# Long enough for several prefix blocks, so that asking it again shows a hit.
+_QUESTION = (
+    "You are a coding agent in a large repository. Read the failing test, find the function that "
+    "it calls, explain in one paragraph why the test fails, and then write the smallest change "
+    "that makes it pass without changing the test itself. Do not touch generated files. When you "
+    "are done, run the whole test suite and report what you have seen, file by file."
+)
+
+
 def _say_how(console: Console, stack: Stack, url: str, is_gateway: bool) -> None:
     body = {
         "model": stack.fleet.engines[0].name,
-        "messages": [{"role": "user", "content": "Hello"}],
+        "messages": [{"role": "user", "content": _QUESTION}],
         "max_tokens": 16,
     }
-    console.print("\nTry it:")
+    console.print("\nTry it, twice: the second time its prefix blocks are cached.")
     console.print(
         f"  curl -i {url}/v1/chat/completions -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}",
