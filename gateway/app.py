@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,18 @@ from policies.book import Book
 ROUTES: tuple[tuple[str, Kind], ...] = (
     ("/v1/chat/completions", "chat"),
     ("/v1/completions", "completions"),
+)
+
+
+# What is bound, opened or loaded once.
+_AFTER_RESTART = (
+    "listen",
+    "admin",
+    "upstream.connect_timeout",
+    "probing",
+    "shutdown_grace",
+    "decisions_kept",
+    "models",
 )
 
 
@@ -109,21 +122,15 @@ class Gateway:
         self.fleet.listeners += [self.router, self]
         self.subscribers: dict[EngineKey, Subscriber] = {}
         self.upstream = AiohttpUpstream(config.upstream.connect_timeout)
-        settings = Settings(
-            body_bytes=config.limits.body_bytes,
-            debug_headers=config.debug_headers,
-            allow_engine_fields=config.allow_engine_fields,
-            api_key=api_key,
-            timeouts=Timeouts(config.upstream.first_byte_timeout, config.upstream.idle_timeout),
-            access_log=config.log.access,
-        )
-        inference = [
+        settings = _settings(config, api_key)
+        self._inference = [
             Inference(route, kind, self.router, self.upstream, self.metrics, settings)
             for route, kind in ROUTES
         ]
+        self.reload_error: str | None = None
         self.metrics.add_source(self._families)
-        self.data_app = data_app(inference, self.router, self.fleet, self.readiness)
-        self.admin_app = admin_app(self.router, config, self.engine_rows)
+        self.data_app = data_app(self._inference, self.router, self.fleet, self.readiness)
+        self.admin_app = admin_app(self.router, lambda: self.config, self.engine_rows)
 
     def start(self) -> None:
         """Begin to watch engines, events and pools."""
@@ -133,6 +140,32 @@ class Gateway:
         for room in self.rooms.values():
             if room.pool is not None:
                 room.pool.start()
+
+    def apply(self, new: GatewayConfig) -> list[str]:
+        """Let a changed configuration take effect from the next request on.
+
+        Returns the changed keys that take effect only after a restart. A policy
+        set through the admin API stays unless `policy` itself has changed.
+
+        Raises:
+            ConfigError, policies.base.PolicyError: if it cannot be used; then
+                nothing has changed.
+        """
+        api_key = engine_key(new.upstream)
+        self.router.policies.reconfigure(new.policies, new.seed)
+        if new.policy != self.config.policy:
+            self.router.policies.act(new.policy)
+        self.router.policy_header = new.policy_header
+        settings = _settings(new, api_key)
+        for route in self._inference:
+            route.settings = settings
+        later = [
+            key
+            for key in _AFTER_RESTART
+            if operator.attrgetter(key)(new) != operator.attrgetter(key)(self.config)
+        ]
+        self.config = new
+        return later
 
     async def stop(self) -> None:
         """Stop everything and close all connections."""
@@ -213,6 +246,11 @@ class Gateway:
         return row | {"seconds_since_event": None if at is None else now - at}
 
     def _degraded(self) -> Iterator[str]:
+        if self.reload_error:
+            yield (
+                "the changed configuration cannot be used, the earlier one is in force: "
+                f"{self.reload_error}"
+            )
         for engine in self.fleet:
             if not engine.usable:
                 yield f"engine {engine.id} is {engine.state}" + (
@@ -290,6 +328,17 @@ class Gateway:
                     on_restart=self.router.engine_restarted,
                 )
                 subscriber.start()
+
+
+def _settings(config: GatewayConfig, api_key: str | None) -> Settings:
+    return Settings(
+        body_bytes=config.limits.body_bytes,
+        debug_headers=config.debug_headers,
+        allow_engine_fields=config.allow_engine_fields,
+        api_key=api_key,
+        timeouts=Timeouts(config.upstream.first_byte_timeout, config.upstream.idle_timeout),
+        access_log=config.log.access,
+    )
 
 
 def _pool(model: ModelConfig) -> PoolIndex | None:

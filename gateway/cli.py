@@ -39,7 +39,7 @@ def serve(config: ConfigPath = Path("gateway.yaml")) -> None:
     """
     settings = _load(config)
     try:
-        run(settings)
+        run(settings, config)
     except ModelFault as fault:
         _fail(fault_at(config, fault.where, fault.message))
     except ConfigError as error:

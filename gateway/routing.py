@@ -115,7 +115,11 @@ class Policies:
         """
         for name in options:
             base.options(name)
-        self._all = {name: base.create(name, options.get(name), seed=seed) for name in base.names()}
+        self._options = {name: dict(options.get(name, {})) for name in base.names()}
+        self._seed = seed
+        self._all = {
+            name: base.create(name, given, seed=seed) for name, given in self._options.items()
+        }
         base.options(acting)
         self.acting = acting
 
@@ -130,6 +134,23 @@ class Policies:
         """
         base.options(name)
         self.acting = name
+
+    def reconfigure(self, options: Mapping[str, Mapping[str, Any]], seed: int) -> None:
+        """Make anew the policies whose options (or seed) have changed; the others keep their state.
+
+        Raises:
+            policies.base.PolicyError: for unknown names or options; nothing is changed then.
+        """
+        for name in options:
+            base.options(name)
+        wanted = {name: dict(options.get(name, {})) for name in base.names()}
+        made = {
+            name: base.create(name, given, seed=seed)
+            for name, given in wanted.items()
+            if given != self._options[name] or seed != self._seed
+        }
+        self._all |= made
+        self._options, self._seed = wanted, seed
 
     def get(self, name: str) -> Policy:
         """Return a policy by name.
@@ -262,7 +283,7 @@ class Router:
         self.book = book
         self._device = device
         self._history = history
-        self._policy_header = policy_header
+        self.policy_header = policy_header
         self._masked: dict[str, tuple[str, ...]] = {}
         self._unmasking: dict[str, asyncio.TimerHandle] = {}
 
@@ -434,7 +455,7 @@ class Router:
     def _policy_for(self, request: Request) -> str:
         if request.policy is None:
             return self.policies.acting
-        if not self._policy_header:
+        if not self.policy_header:
             raise UnknownPolicy(
                 "a request may not name its policy here (policy_header is off); "
                 "leave X-Gateway-Policy out"

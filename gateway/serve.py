@@ -1,5 +1,6 @@
 """Runs a gateway: both listeners in one event loop, and what signals do.
 
+SIGHUP, or a change of the file, reloads the configuration (`reload.py`).
 SIGTERM and SIGINT: the data plane stops accepting, requests under way may end
 within `shutdown_grace`, then the admin listener closes and the process exits
 with 0. A second signal ends it at once.
@@ -14,6 +15,7 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -21,6 +23,7 @@ import uvloop
 
 from gateway.app import Gateway
 from gateway.config import ConfigError, GatewayConfig
+from gateway.reload import Reloader
 from gateway.telemetry import log as logs
 
 log = logging.getLogger("gateway")
@@ -35,18 +38,18 @@ class _Server(uvicorn.Server):
         yield
 
 
-def run(config: GatewayConfig) -> None:
-    """Serve until a signal says otherwise.
+def run(config: GatewayConfig, path: Path | None = None) -> None:
+    """Serve until a signal says otherwise; `path` is the file to reload from, if any.
 
     Raises:
         ConfigError: if the configuration cannot be used, or an address is taken.
     """
     logs.configure(config.log)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config))
+        runner.run(_serve(config, path))
 
 
-async def _serve(config: GatewayConfig) -> None:
+async def _serve(config: GatewayConfig, path: Path | None) -> None:
     with contextlib.ExitStack() as stack:
         data_socket = stack.enter_context(_bind(config.listen.host, config.listen.port, "listen"))
         admin_socket = stack.enter_context(_bind(config.admin.host, config.admin.port, "admin"))
@@ -74,6 +77,11 @@ async def _serve(config: GatewayConfig) -> None:
             _address(admin_socket),
             extra={"fields": {"models": list(gateway.rooms), "policy": config.policy}},
         )
+        watching: asyncio.Task[None] | None = None
+        if path is not None:
+            reloader = Reloader(path, gateway)
+            loop.add_signal_handler(signal.SIGHUP, reloader.reload, "SIGHUP")
+            watching = asyncio.create_task(reloader.watch(stopping), name="reload")
         serving = [
             asyncio.create_task(data.serve([data_socket])),
             asyncio.create_task(admin.serve([admin_socket])),
@@ -86,6 +94,9 @@ async def _serve(config: GatewayConfig) -> None:
         await asyncio.gather(serving[0], return_exceptions=True)
         admin.should_exit = True
         stopped.cancel()
+        stopping.set()
+        if watching is not None:
+            await asyncio.gather(watching, return_exceptions=True)
         results = await asyncio.gather(*serving, return_exceptions=True)
         await gateway.stop()
         for result in results:

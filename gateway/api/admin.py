@@ -29,8 +29,10 @@ class PolicyChoice(BaseModel):
     policy: str = Field(description="Name of a policy.", examples=["round_robin"])
 
 
-def admin_app(router: Router, config: GatewayConfig, engine_rows: EngineRows) -> FastAPI:
-    """Put the admin listener together."""
+def admin_app(
+    router: Router, in_force: Callable[[], GatewayConfig], engine_rows: EngineRows
+) -> FastAPI:
+    """Put the admin listener together; `in_force` returns the configuration as last reloaded."""
     app = FastAPI(title="mooncake-gateway admin", redirect_slashes=False)
 
     @app.exception_handler(ApiError)
@@ -47,7 +49,7 @@ def admin_app(router: Router, config: GatewayConfig, engine_rows: EngineRows) ->
 
     @app.get("/gateway/policy", summary="The acting policy, and those that could act.")
     async def policy() -> dict[str, Any]:
-        return _policy(router, config)
+        return _policy(router, in_force())
 
     @app.put("/gateway/policy", summary="Let another policy act, from the next request on.")
     async def set_policy(choice: PolicyChoice) -> dict[str, Any]:
@@ -55,12 +57,12 @@ def admin_app(router: Router, config: GatewayConfig, engine_rows: EngineRows) ->
             router.policies.act(choice.policy)
         except base.PolicyError as error:
             raise ApiError(Fault.UNKNOWN_POLICY, str(error), param="policy") from error
-        return _policy(router, config)
+        return _policy(router, in_force())
 
     @app.post("/gateway/explain", summary="What every policy would do with this body, and why.")
     async def explain(request: Request) -> dict[str, Any]:
         headers = dict(request.scope["headers"])
-        raw = await read_body(request.receive, headers, config.limits.body_bytes)
+        raw = await read_body(request.receive, headers, in_force().limits.body_bytes)
         body = decode(raw)
         kind: Kind = "chat" if "messages" in body.fields else "completions"
         wanted = to_request(
@@ -83,7 +85,7 @@ def admin_app(router: Router, config: GatewayConfig, engine_rows: EngineRows) ->
 
     @app.get("/gateway/config", summary="The configuration in force, defaults included.")
     async def configuration() -> dict[str, Any]:
-        return config.model_dump(mode="json")
+        return in_force().model_dump(mode="json")
 
     return app
 

@@ -48,7 +48,7 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The part of the configuration that the routes need."""
+    """The part of the configuration that the routes need; a reload replaces it as a whole."""
 
     body_bytes: int
     debug_headers: bool
@@ -75,7 +75,7 @@ class Inference:
         self._router = router
         self._upstream = upstream
         self._metrics = metrics
-        self._settings = settings
+        self.settings = settings
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -95,7 +95,7 @@ class Inference:
                 placement,
                 self._outgoing(placement, headers, body, own),
                 self._upstream,
-                self._settings.timeouts,
+                self.settings.timeouts,
             )
             await relay.run(receive, send)
             status = relay.status
@@ -129,13 +129,13 @@ class Inference:
                 # The relay has done so already, unless something failed before it ran.
                 placement.ended(Ending.FAILED, status, None)
             self._metrics.answered(self.route, status)
-            if self._settings.access_log:
+            if self.settings.access_log:
                 self._log(request_id, placement, status, trouble, time.monotonic() - began)
 
     async def _read(self, receive: Receive, headers: Mapping[bytes, bytes]) -> Body:
-        raw = await read_body(receive, headers, self._settings.body_bytes)
+        raw = await read_body(receive, headers, self.settings.body_bytes)
         body = decode(raw)
-        if not self._settings.allow_engine_fields:
+        if not self.settings.allow_engine_fields:
             refuse_engine_fields(body.fields)
         return body
 
@@ -175,7 +175,7 @@ class Inference:
         record = placement.record
 
         def answer_headers() -> Headers:
-            if not self._settings.debug_headers:
+            if not self.settings.debug_headers:
                 return own
             expected = ",".join(f"{source}={n}" for source, n in record.expected.items())
             return [
@@ -188,7 +188,7 @@ class Inference:
         return Outgoing(
             method="POST",
             path=self.route,
-            headers=forwarded(headers, request_id=record.id, api_key=self._settings.api_key),
+            headers=forwarded(headers, request_id=record.id, api_key=self.settings.api_key),
             body=body.raw,
             answer_headers=answer_headers,
             error_event=error_event,

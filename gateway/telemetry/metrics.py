@@ -78,6 +78,7 @@ class Metrics:
         self._stages = histogram(
             "decision_seconds", "Time before the engine is asked.", _STAGE_SECONDS, "stage"
         )
+        self._reloads = counter("config_reloads", "Reloads of the configuration.", "result")
         self._lookups = counter("pool_lookups", "Pool look-ups by result.", "model", "state")
 
     def render(self) -> bytes:
@@ -87,6 +88,10 @@ class Metrics:
     def add_source(self, source: Source) -> None:
         """Ask `source` for its families at every scrape."""
         self._sources.sources.append(source)
+
+    def reloaded(self, result: str) -> None:
+        """Count a reload: `applied` or `refused`."""
+        self._reloads.labels(result).inc()
 
     def answered(self, route: str, status: int) -> None:
         """Count a request on a listed route, whatever it was answered."""

@@ -23,8 +23,9 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream":
 class Process:
     """A `mooncake-gateway serve` in a process of its own, on free ports."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, path: Path) -> None:
         self.process = process
+        self.path = path
         self.lines: list[dict[str, object]] = []
         self.base = self.admin = ""
 
@@ -48,7 +49,7 @@ async def served(engines: list[Scripted], tmp_path: Path) -> AsyncIterator[Proce
         sys.executable, "-m", "gateway", "serve", "-c", str(path),
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    up = Process(process)
+    up = Process(process, path)
     entry = await up.until("^serving on")
     up.base, up.admin = re.findall(r"http://[\d.:]+", str(entry["message"]))
     async with httpx.AsyncClient() as client:
@@ -138,3 +139,72 @@ async def test_a_taken_port_is_said_plainly(tmp_path: Path, engines: list[Script
     assert process.returncode == 2
     assert b"cannot listen on 127.0.0.1:" in errors
     assert b"Traceback" not in errors
+
+
+async def test_a_changed_file_is_reloaded_without_dropping_a_request(served: Process) -> None:
+    config = yaml.safe_load(served.path.read_text())
+    stopping = asyncio.Event()
+    seen: list[tuple[int, str]] = []
+
+    async def load(client: httpx.AsyncClient) -> None:
+        while not stopping.is_set():
+            answer = await client.post(f"{served.base}/v1/chat/completions", json=BODY)
+            seen.append((answer.status_code, answer.headers["x-gateway-policy"]))
+
+    async def until_acting(client: httpx.AsyncClient, policy: str) -> None:
+        while (await client.get(f"{served.admin}/gateway/policy")).json()["policy"] != policy:
+            await asyncio.sleep(0.01)
+
+    async with httpx.AsyncClient(timeout=30) as client:
+        workers = [asyncio.create_task(load(client)) for _ in range(8)]
+        # As editors do it: a new file in the place of the old one.
+        new = served.path.with_suffix(".new")
+        new.write_text(yaml.safe_dump(config | {"policy": "random"}))
+        new.rename(served.path)
+        await until_acting(client, "random")
+        mark = len(seen) + len(workers)  # those under way were decided before
+        while len(seen) < mark + 50:
+            await asyncio.sleep(0.01)
+        put = await client.put(f"{served.admin}/gateway/policy", json={"policy": "least_requests"})
+        assert put.status_code == 200
+        # A reload that leaves `policy` alone leaves the one set by hand.
+        served.path.write_text(yaml.safe_dump(config | {"policy": "random", "seed": 5}))
+        await served.until("^the configuration is reloaded")
+        while (await client.get(f"{served.admin}/gateway/config")).json()["seed"] != 5:
+            await asyncio.sleep(0.01)
+        assert (await client.get(f"{served.admin}/gateway/policy")).json()["policy"] == (
+            "least_requests"
+        )
+        stopping.set()
+        await asyncio.gather(*workers)
+    assert {status for status, _ in seen} == {200}
+    assert {policy for _, policy in seen[mark : mark + 50]} == {"random"}
+
+
+async def test_sighup_reloads_and_a_bad_file_changes_nothing(served: Process) -> None:
+    good = served.path.read_text()
+    async with httpx.AsyncClient(timeout=30) as client:
+        served.path.write_text(good + "polcy: random\n")
+        await served.until("^the configuration is not reloaded: .*did you mean 'policy'")
+        ready = (await client.get(f"{served.base}/ready")).json()
+        assert ready["ready"] is True
+        assert "the changed configuration cannot be used" in ready["degraded"][0]
+        assert (await client.post(f"{served.base}/v1/chat/completions", json=BODY)).is_success
+        served.path.write_text(good.replace("debug_headers: true", "debug_headers: false"))
+        await served.until("^the configuration is reloaded")
+        answer = await client.post(f"{served.base}/v1/chat/completions", json=BODY)
+        assert "x-gateway-engine" not in answer.headers
+        assert (await client.get(f"{served.base}/ready")).json()["degraded"] == []
+        served.process.send_signal(signal.SIGHUP)
+        entry = await served.until("^the configuration is reloaded")
+        assert "SIGHUP" in str(entry["message"])
+        page = (await client.get(f"{served.admin}/metrics")).text
+    assert 'mooncake_gateway_config_reloads_total{result="refused"} 1.0' in page
+    assert 'mooncake_gateway_config_reloads_total{result="applied"} 2.0' in page
+
+
+async def test_what_needs_a_restart_is_said(served: Process) -> None:
+    config = yaml.safe_load(served.path.read_text())
+    config["probing"]["interval"] = 7.0
+    served.path.write_text(yaml.safe_dump(config))
+    await served.until("^changed, but in force only after a restart: probing$")
