@@ -112,7 +112,7 @@ def decode(payload: bytes) -> Batch:
     """
     try:
         wire = _decoder.decode(payload)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         # Another shape, a newer type, or truly broken: read it step by step.
         return _decode_loosely(payload)
     return Batch(wire.ts, wire.events, wire.data_parallel_rank)
@@ -126,7 +126,7 @@ def encode(batch: Batch) -> bytes:
 def _decode_loosely(payload: bytes) -> Batch:
     try:
         wire = _loose_decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EventError(f"not a batch of KV-cache events: {error}") from error
     events: list[AnyEvent] = []
     unknown = 0

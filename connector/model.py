@@ -7,8 +7,10 @@ from the engines' `/metrics`; until one has answered, the model is starting.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -18,7 +20,7 @@ Algorithm = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 class Section(BaseModel):
     """A part of the configuration: unknown keys are refused, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Hashing(Section):
@@ -123,6 +125,16 @@ class EngineConfig(Section):
         (), description="Pool segments it owns, as `host:port` (MOONCAKE_REQUESTER_LOCAL_HOSTNAME)."
     )
 
+    @field_validator("events", "replay")
+    @classmethod
+    def _is_endpoint(cls, value: str | None) -> str | None:
+        if value is not None and not _ENDPOINT.fullmatch(value):
+            raise ValueError(
+                f"{value!r} is not an endpoint to connect to; write tcp://HOST:PORT (the engine's "
+                "own address where its endpoint says *), or ipc://PATH"
+            )
+        return value
+
     @field_validator("url")
     @classmethod
     def _is_url(cls, value: str) -> str:
@@ -176,7 +188,21 @@ class ModelConfig(Section):
         return self
 
 
+# An address, not a wildcard: the gateway dials.
+_ENDPOINT = re.compile(r"tcp://[^:/\s*]+:\d{1,5}|tcp://\[[0-9a-fA-F:.]+\]:\d{1,5}|ipc://\S+")
+
+
 def _http_url(value: str) -> str:
-    if not value.startswith(("http://", "https://")):
+    parts = urlsplit(value)
+    try:
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname)
+        valid = valid and (parts.port is None or parts.port > 0)
+    except ValueError:
+        valid = False
+    if not valid or re.search(r"\s", value):
         raise ValueError(f"{value!r} is not an http:// or https:// URL")
+    if parts.username is not None:
+        raise ValueError("credentials do not belong into the URL; see upstream.api_key_env")
+    if parts.query or parts.fragment or parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError(f"{value!r} must be a base URL: without /v1, query or fragment")
     return value.rstrip("/")

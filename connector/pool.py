@@ -250,7 +250,7 @@ _segments_decoder = msgspec.json.Decoder(_SegmentsAnswer)
 def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PoolError(f"the master's answer cannot be read: {error}") from error
 
 

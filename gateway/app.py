@@ -6,7 +6,6 @@ import dataclasses
 import operator
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -15,7 +14,7 @@ import zmq.asyncio
 import policies as _registered  # noqa: F401 - importing it fills the registry of policies
 from connector.blocks import Hasher, HashingError
 from connector.model import ModelConfig
-from connector.pool import KeySchema
+from connector.pool import KeySchema, PoolError
 from connector.render import TokenizerError
 from gateway.api.admin import admin_app
 from gateway.api.data import Readiness, data_app
@@ -28,7 +27,7 @@ from gateway.index.device import DeviceIndex
 from gateway.index.history import HistoryIndex
 from gateway.index.pool import PoolIndex
 from gateway.index.subscriber import Subscriber, rank_endpoint
-from gateway.prompt.reader import Kind, PromptReader
+from gateway.prompt.reader import Kind, PromptReader, Threads
 from gateway.proxy.relay import Timeouts
 from gateway.proxy.upstream import AiohttpUpstream
 from gateway.routing import ModelRoom, Policies, Router
@@ -65,7 +64,7 @@ class ModelFault(ConfigError):
         self.message = message
 
 
-def readers(config: GatewayConfig, threads: ThreadPoolExecutor) -> dict[str, PromptReader]:
+def readers(config: GatewayConfig, threads: Threads) -> dict[str, PromptReader]:
     """Load every model's tokenizer and template.
 
     Raises:
@@ -75,8 +74,13 @@ def readers(config: GatewayConfig, threads: ThreadPoolExecutor) -> dict[str, Pro
     for position, model in enumerate(config.models):
         try:
             loaded[model.name] = PromptReader(model, threads)
-        except TokenizerError as error:
+        except (TokenizerError, OSError) as error:
             raise ModelFault(("models", position, "tokenizer"), str(error)) from error
+        if model.pool is not None:
+            try:
+                KeySchema(model.pool.key, model.name)
+            except PoolError as error:
+                raise ModelFault(("models", position, "pool", "key"), str(error)) from error
         if model.hashing.algorithm != "auto":
             try:
                 Hasher(model.hashing.algorithm, 16, model.hashing.seed)
@@ -97,8 +101,9 @@ class Gateway:
         api_key = engine_key(config.upstream)
         self.config = config
         self.draining = False
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="prompt")
-        self._client = httpx.AsyncClient()
+        self._threads = Threads()
+        # Engines are reached directly, whatever proxy the environment names.
+        self._client = httpx.AsyncClient(trust_env=False)
         self._zmq = zmq.asyncio.Context()
         self.metrics = Metrics()
         self.device = DeviceIndex()
@@ -179,7 +184,7 @@ class Gateway:
         await self.upstream.close()
         await self._client.aclose()
         self._zmq.term()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown()
 
     # What the fleet tells (gateway.fleet.fleet.Listener).
 
@@ -258,6 +263,8 @@ class Gateway:
                 )
             elif engine.mismatch:
                 yield f"engine {engine.id} gets no cache credit: {engine.mismatch}"
+            if engine.metrics_error:
+                yield f"engine {engine.id}: its /metrics cannot be read: {engine.metrics_error}"
             for key in engine.keys:
                 subscriber = self.subscribers.get(key)
                 if engine.usable and subscriber and not subscriber.status().connected:
@@ -317,7 +324,8 @@ class Gateway:
         if config.events is None:
             return
         for key in engine.keys:
-            if key not in self.subscribers:
+            # Ranks beyond the first have ports of their own, which only TCP endpoints tell.
+            if key not in self.subscribers and (not key.rank or "tcp://" in config.events):
                 subscriber = self.subscribers[key] = Subscriber(
                     key.engine,
                     rank_endpoint(config.events, key.rank),

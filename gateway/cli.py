@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -12,6 +11,7 @@ import typer
 import policies as _registered  # noqa: F401 - importing it fills the registry of policies
 from gateway.app import ModelFault, readers
 from gateway.config import ConfigError, GatewayConfig, engine_key, fault_at, load
+from gateway.prompt.reader import Threads
 from gateway.reference import markdown
 from gateway.serve import run
 
@@ -55,7 +55,7 @@ def check(config: ConfigPath = Path("gateway.yaml")) -> None:
     line for each fault: file, line, key, what is wrong and what would be right.
     """
     settings = _load(config)
-    threads = ThreadPoolExecutor(1)
+    threads = Threads()
     try:
         readers(settings, threads)
         engine_key(settings.upstream)

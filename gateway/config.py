@@ -15,7 +15,12 @@ from typing import Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from connector.model import ModelConfig, Section
 from policies import base
@@ -89,7 +94,12 @@ class GatewayConfig(BaseSettings):
     """The whole configuration of `mooncake-gateway serve`."""
 
     model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_nested_delimiter="__"
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        env_parse_none_str="null",
     )
 
     listen: Listen = Field(Listen(), description="The data plane's listener.")
@@ -117,7 +127,7 @@ class GatewayConfig(BaseSettings):
     probing: Probing = Field(Probing(), description="How engines are watched.")
     log: Log = Field(Log(), description="The gateway's own log.")
     shutdown_grace: float = Field(
-        30.0, ge=0, description="Seconds that requests under way may take after SIGTERM."
+        30.0, ge=0, le=86_400, description="Seconds that requests under way may take after SIGTERM."
     )
     decisions_kept: int = Field(
         1000, ge=1, le=100_000, description="Decisions that /gateway/decisions remembers."
@@ -177,12 +187,17 @@ def load(path: Path) -> GatewayConfig:
     try:
         data = yaml.safe_load(text)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: is not YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must be a mapping of settings, e.g. `models: [...]`")
     try:
         config = GatewayConfig(**{str(key): value for key, value in data.items()})
+    except SettingsError as error:
+        raise ConfigError(
+            f"the environment: {error}: a section is set as JSON, or key by key with "
+            f"{ENV_PREFIX}<SECTION>__<KEY>"
+        ) from error
     except ValidationError as error:
         raise ConfigError("\n".join(_faults(path, node, error))) from error
     return config.model_copy(
@@ -211,6 +226,8 @@ def engine_key(upstream: Upstream) -> str | None:
             f"upstream.api_key_env names {upstream.api_key_env!r}, which is not set; "
             "export it, or remove the setting to pass the clients' keys on"
         )
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"the key in {upstream.api_key_env!r} does not fit into a header")
     return key
 
 

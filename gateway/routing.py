@@ -70,6 +70,7 @@ class Request:
     model: str
     body: Mapping[str, Any]
     session: str
+    size: int
     policy: str | None = None
     unreadable: str | None = None
 
@@ -476,7 +477,7 @@ class Router:
                 if room.hashing_error is None:
                     log.error("model %s cannot be hashed exactly: %s", request.model, error)
                 room.hashing_error = str(error)
-        return await room.reader.read(request.kind, request.body, request.unreadable)
+        return await room.reader.read(request.kind, request.body, request.size, request.unreadable)
 
     async def _find(self, room: ModelRoom, prompt: Prompt) -> Residency:
         chain = prompt.chain

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -45,6 +46,9 @@ def run(config: GatewayConfig, path: Path | None = None) -> None:
         ConfigError: if the configuration cannot be used, or an address is taken.
     """
     logs.configure(config.log)
+    # Every request takes two sockets; the soft limit is often 1024.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, path))
 
@@ -109,9 +113,9 @@ def _bind(host: str, port: int, section: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; "
+            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}; "
             f"free the port, or set {section}.host and {section}.port"
         ) from error
 

@@ -10,11 +10,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 
 from connector.render import RenderError
-from gateway.api.body import decode, read_body
+from gateway.api.body import ClientLeft, decode, read_body
 from gateway.api.errors import ApiError, Fault
 from gateway.api.inference import to_request, unknown_model
 from gateway.config import GatewayConfig
 from gateway.prompt.reader import Kind
+from gateway.proxy.relay import CLIENT_LEFT
 from gateway.routing import Explanation, Router, UnknownModel
 from policies import base
 
@@ -38,6 +39,10 @@ def admin_app(
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
         return Response(error.body, error.status, media_type="application/json")
+
+    @app.exception_handler(ClientLeft)
+    async def client_left(_: Request, __: ClientLeft) -> Response:
+        return Response(status_code=CLIENT_LEFT)
 
     @app.get("/metrics", summary="Prometheus metrics.")
     async def metrics() -> Response:

@@ -7,6 +7,7 @@ numbers) the turn goes on unhashed, and the engine judges it.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ def decode(raw: bytes) -> Body:
         ApiError: MALFORMED if it is not a JSON object.
     """
     unreadable = None
+    # Millions of small values make the collector walk them again and again; none is garbage.
+    gc.disable()
     try:
         fields = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
@@ -80,6 +83,8 @@ def decode(raw: bytes) -> Body:
         unreadable = f"the body is unusual JSON: {error}"
     except RecursionError as error:
         raise ApiError(Fault.MALFORMED, "the body is nested too deeply") from error
+    finally:
+        gc.enable()
     if not isinstance(fields, dict):
         raise ApiError(Fault.MALFORMED, "the body must be a JSON object")
     return Body(raw, fields, unreadable)

@@ -33,11 +33,13 @@ def data_app(
         },
     )
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", summary="Whether the gateway is alive.")
     async def health() -> dict[str, Any]:
         state = readiness()
         return {"status": "ok", "degraded": state.degraded}
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", summary="Whether turns can be placed; what is degraded is named.")
     async def ready() -> Response:
         state = readiness()
@@ -76,10 +78,7 @@ def _cards(fleet: Fleet, model: str) -> list[dict[str, Any]]:
     """Return the model's cards with every field that its first answering engine gave them."""
     for engine in fleet.of(model):
         if engine.cards:
-            listing = msgspec.json.decode(engine.cards)
-            cards = [card for card in listing.get("data", ()) if card.get("id") == model]
-            if cards:
-                return cards
+            return engine.cards
     return [{"id": model, "object": "model", "created": 0, "owned_by": "vllm"}]
 
 

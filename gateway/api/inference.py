@@ -262,6 +262,7 @@ def to_request(
         model=model,
         body=fields,
         session=session_key(headers, fields),
+        size=len(body.raw),
         policy=policy,
         unreadable=body.unreadable,
     )
@@ -270,6 +271,7 @@ def to_request(
 def unknown_model(router: Router, name: str) -> ApiError:
     """Return the error for a model that nobody serves."""
     served = ", ".join(repr(model) for model in router.rooms)
+    asked = name if len(name) <= 100 else name[:100] + "..."
     return ApiError(
-        Fault.MODEL_NOT_FOUND, f"there is no model {name!r} here; served: {served}", param="model"
+        Fault.MODEL_NOT_FOUND, f"there is no model {asked!r} here; served: {served}", param="model"
     )

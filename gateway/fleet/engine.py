@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from connector.model import EngineConfig
 from gateway.fleet.metrics import HashFacts, RankLoad
@@ -38,12 +39,14 @@ class Engine:
     state: State = State.STARTING
     error: str | None = None
     failures: int = 0
+    probes: int = 0
     since: float = 0.0
     facts: HashFacts | None = None
     loads: dict[int, RankLoad] = field(default_factory=lambda: {0: RankLoad(0, 0, 0.0)})
     loads_asked_at: float = 0.0
     loads_at: float | None = None
-    cards: bytes | None = None
+    metrics_error: str | None = None
+    cards: list[dict[str, Any]] | None = None
     mismatch: str | None = None
 
     @property

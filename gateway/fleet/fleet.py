@@ -11,9 +11,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
+import msgspec
 
 from connector.model import ModelConfig
 from gateway.config import Probing
@@ -21,6 +22,13 @@ from gateway.fleet.engine import Engine, State
 from gateway.fleet.metrics import Page, read_page
 
 log = logging.getLogger("gateway.fleet")
+
+
+class _Listing(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+_listing = msgspec.json.Decoder(_Listing)
 
 # The engines' model cards change only when adapters come and go.
 _PROBES_PER_CARDS = 30
@@ -123,12 +131,18 @@ class Fleet:
     async def _watch(self, engine: Engine) -> None:
         count = 0
         while True:
+            engine.probes += 1
             try:
-                page = await self._probe(engine, cards=count % _PROBES_PER_CARDS == 0)
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-                self._failed(engine, f"{type(error).__name__}: {error}".rstrip(": "))
-            else:
+                # The client's own timeout is for each read; this one is for all of it.
+                async with asyncio.timeout(3 * self._probing.timeout):
+                    page = await self._probe(engine, cards=count % _PROBES_PER_CARDS == 0)
                 self._answered(engine, page)
+            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as error:
+                self._failed(engine, f"{type(error).__name__}: {error}".rstrip(": "))
+            except Exception as error:
+                log.exception("the probe of engine %s failed in the gateway itself", engine.id)
+                self._failed(engine, f"{type(error).__name__}: {error}")
+            else:
                 # Cards are asked for again as soon as an engine has come back.
                 count = count + 1 if engine.cards else 0
             await asyncio.sleep(self._probing.interval)
@@ -140,7 +154,7 @@ class Fleet:
             raise ValueError(f"/health answered {health.status_code}")
         asked_at = self._clock()
         metrics = await self._client.get(f"{base}/metrics", timeout=timeout)
-        page = read_page(metrics.text) if metrics.status_code == 200 else None
+        page = self._page(engine, metrics)
         if page and page.loads:
             engine.loads, engine.loads_asked_at, engine.loads_at = (
                 page.loads,
@@ -152,10 +166,44 @@ class Fleet:
                 f"{base}/v1/models", timeout=timeout, headers=self._headers
             )
             if listing.status_code == 200:
-                engine.cards = listing.content
+                engine.cards = self._cards(engine, listing.content)
             elif health.status_code == 404:
                 raise ValueError(f"neither /health nor /v1/models ({listing.status_code})")
         return page
+
+    def _page(self, engine: Engine, answer: httpx.Response) -> Page | None:
+        """Read the metrics; an engine whose page cannot be read is alive all the same."""
+        if answer.status_code != 200:
+            return None
+        try:
+            page = read_page(answer.text)
+        except ValueError as error:
+            if engine.metrics_error is None:
+                log.warning("the metrics of engine %s cannot be read: %s", engine.id, error)
+            engine.metrics_error = str(error)
+            return None
+        engine.metrics_error = None
+        return page
+
+    def _cards(self, engine: Engine, content: bytes) -> list[dict[str, Any]] | None:
+        """Return the engine's cards of its model.
+
+        Raises:
+            ValueError: if it serves other models only.
+        """
+        try:
+            listed = _listing.decode(content).data
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            log.warning("the model list of engine %s cannot be read", engine.id)
+            return None
+        cards = [card for card in listed if card.get("id") == engine.model]
+        if listed and not cards:
+            names = ", ".join(repr(card.get("id")) for card in listed)
+            raise ValueError(
+                f"it serves {names}, not {engine.model!r}: the model's `name` must be the engines' "
+                "--served-model-name"
+            )
+        return cards
 
     def _answered(self, engine: Engine, page: Page | None) -> None:
         if page:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
-from connector.blocks import Chain, Hasher
+from connector.blocks import Chain, Hasher, HashingError
 from connector.model import ModelConfig
 from connector.render import Inexact, Renderer
 
@@ -26,8 +26,25 @@ Kind = Literal["chat", "completions"]
 # Text blocks stand for token blocks where ids are unknown: about four bytes to a token.
 BYTES_PER_TOKEN = 4
 _TEXT_BLOCK_TOKENS = 64
-# Below this many bytes of text a thread costs more than the tokenising.
+# Below this many bytes a thread costs more than the tokenising; above the next many a body goes
+# to a thread of its own kind, so that it does not hold up the ordinary ones; beyond the last it
+# is not tokenised at all: 4 MiB are a million tokens, and take seconds.
 _INLINE_BYTES = 2048
+_LONG_BYTES = 512 * 1024
+_MOST_BYTES = 4 * 2**20
+
+
+class Threads:
+    """Where prompts are tokenised: ordinary bodies and long ones apart."""
+
+    def __init__(self, workers: int = 2) -> None:
+        self.ordinary = ThreadPoolExecutor(workers, thread_name_prefix="prompt")
+        self.long = ThreadPoolExecutor(1, thread_name_prefix="long-prompt")
+
+    def shutdown(self) -> None:
+        """End the threads; what has not begun is dropped."""
+        self.ordinary.shutdown(cancel_futures=True)
+        self.long.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +61,7 @@ class Prompt:
 class PromptReader:
     """Reads the prompts of one model."""
 
-    def __init__(self, model: ModelConfig, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, model: ModelConfig, threads: Threads) -> None:
         self._renderer = Renderer(model) if model.exact else None
         self._seed = model.hashing.seed
         self._threads = threads
@@ -63,9 +80,9 @@ class PromptReader:
             self._hasher_of = (algorithm, block_size)
 
     async def read(
-        self, kind: Kind, body: Mapping[str, Any], unreadable: str | None = None
+        self, kind: Kind, body: Mapping[str, Any], size: int, unreadable: str | None = None
     ) -> Prompt:
-        """Read one body; `unreadable` says why it can only be read approximately.
+        """Read one body of `size` bytes; `unreadable` says why it can only be read approximately.
 
         Raises:
             connector.render.RenderError: if the body cannot be a prompt.
@@ -80,19 +97,22 @@ class PromptReader:
         salt = body.get("cache_salt") or None
         if salt is not None and not isinstance(salt, str):
             return approximate(kind, body, "cache_salt is not text")
-        long = _text_size(kind, body) > _INLINE_BYTES
+        if size > _MOST_BYTES:
+            return approximate(kind, body, f"the body is longer than {_MOST_BYTES} bytes")
 
         def work() -> tuple[list[int], Chain]:
             ids = _token_ids(renderer, kind, body)
             return ids, hasher.chain(ids, salt=salt)
 
         try:
-            if long:
+            if size > _INLINE_BYTES:
                 loop = asyncio.get_running_loop()
-                ids, chain = await loop.run_in_executor(self._threads, work)
+                threads = self._threads.long if size > _LONG_BYTES else self._threads.ordinary
+                ids, chain = await loop.run_in_executor(threads, work)
             else:
                 ids, chain = work()
-        except Inexact as inexact:
+        except (Inexact, HashingError) as inexact:
+            # Not to be hashed are ids that no vocabulary has; the engine judges them.
             return approximate(kind, body, str(inexact))
         return Prompt(len(ids), ids, chain, exact=True)
 
@@ -135,18 +155,3 @@ def _text(kind: Kind, body: Mapping[str, Any]) -> bytes:
     except (UnicodeEncodeError, msgspec.MsgspecError, TypeError):
         # Lone surrogates: valid JSON that is not valid Unicode.
         return repr(parts).encode("utf-8", "surrogatepass")
-
-
-def _text_size(kind: Kind, body: Mapping[str, Any]) -> int:
-    """Estimate the prompt's size from its longest parts, without walking all of it."""
-    if kind == "completions":
-        prompt = body.get("prompt")
-        return len(prompt) if isinstance(prompt, str | list) else 0
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        return 0
-    size = 4096 if body.get("tools") else 0
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        size += len(content) if isinstance(content, str) else 256 if content else 16
-    return size

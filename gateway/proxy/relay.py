@@ -15,12 +15,14 @@ causes in `_RETRIES`.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway.proxy.upstream import Answer, Cause, Headers, Upstream, UpstreamError
 from gateway.proxy.usage import Tail
+from gateway.telemetry.log import MeantAbort
 from policies.base import Ending, Usage
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -33,7 +35,9 @@ _RETRIES: dict[Cause, int | None] = {
     Cause.CONNECT_TIMEOUT: None,
     Cause.UNAVAILABLE: None,
     Cause.RESET: 1,
+    Cause.BAD_STATUS: 1,
     Cause.FIRST_BYTE_TIMEOUT: 0,
+    Cause.NO_SOCKET: 0,
 }
 _UNREACHABLE = (Cause.REFUSED, Cause.CONNECT_TIMEOUT, Cause.RESET)
 
@@ -53,6 +57,9 @@ _HOP_BY_HOP = frozenset(
 # Written anew for the engine: the first two by the client library, the third is answered by the
 # server library, the last belongs to the gateway (a client does not choose its engine).
 _NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-data-parallel-rank"}
+
+# Control characters, which no server library sends on.
+_UNSENDABLE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 CLIENT_LEFT = 499
 
@@ -116,7 +123,11 @@ class Timeouts:
     idle: float
 
 
-class StreamBroken(Exception):
+class ClientStalled(Exception):
+    """The client has read nothing for as long as an engine may send nothing."""
+
+
+class StreamBroken(MeantAbort):
     """The answer broke off after the client had been sent some of it; the end must be an abort."""
 
 
@@ -124,10 +135,12 @@ def forwarded(
     headers: Headers, *, request_id: str, api_key: str | None
 ) -> list[tuple[bytes, bytes]]:
     """Return a client's headers as an engine gets them."""
+    hop = _named_for_the_hop(headers)
     kept = [
         (name, value)
         for name, value in headers
         if name not in _NOT_FORWARDED
+        and name not in hop
         and name != b"x-request-id"
         and not (api_key and name == b"authorization")
     ]
@@ -165,7 +178,11 @@ class Relay:
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
-                answering.result()
+                try:
+                    answering.result()
+                except ClientStalled as error:
+                    self._ending, self.status = Ending.LEFT, CLIENT_LEFT
+                    raise StreamBroken("the client has stopped reading") from error
             else:
                 self._ending, self.status = Ending.LEFT, CLIENT_LEFT
         finally:
@@ -250,11 +267,10 @@ class Relay:
             raise UpstreamError(Cause.IDLE_TIMEOUT) from error
 
     async def _pass_on(self, answer: Answer, piece: bytes, send: Send) -> None:
-        headers, kind, encoded = _answer_headers(answer)
+        headers, stream, encoded = _answer_headers(answer)
         headers += self._outgoing.answer_headers()
         self.status, self.started = answer.status, True
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        stream = kind.startswith(b"text/event-stream")
         tail = Tail(stream=stream)
         if not encoded:
             self._tail = tail
@@ -263,7 +279,11 @@ class Relay:
         try:
             while piece:
                 tail.feed(piece)
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                try:
+                    async with asyncio.timeout(self._timeouts.idle):
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                except TimeoutError as error:
+                    raise ClientStalled from error
                 piece = await self._next(answer)
             if stream and not encoded and answer.status == 200 and not tail.finished():
                 raise UpstreamError(Cause.UNFINISHED)
@@ -282,17 +302,34 @@ class Relay:
         await send({"type": "http.response.body", "body": b""})
 
 
-def _answer_headers(answer: Answer) -> tuple[list[tuple[bytes, bytes]], bytes, bool]:
-    """Return the headers to pass on, the content type, and whether the body is compressed."""
+def _named_for_the_hop(headers: Headers) -> set[bytes]:
+    """Return the names that `Connection` lists, which concern this hop alone."""
+    return {
+        token.strip().lower()
+        for name, value in headers
+        if name.lower() == b"connection"
+        for token in value.split(b",")
+    }
+
+
+def _answer_headers(answer: Answer) -> tuple[list[tuple[bytes, bytes]], bool, bool]:
+    """Return the headers to pass on, whether it is a stream of events, and whether compressed."""
     kept: list[tuple[bytes, bytes]] = []
-    kind, encoded, retry_after = b"", False, False
+    names = dict(answer.headers)
+    hop = _named_for_the_hop(answer.headers)
+    kind = next((v for k, v in names.items() if k.lower() == b"content-type"), b"").lower()
+    stream = kind.startswith(b"text/event-stream")
+    encoded, retry_after = False, False
     for raw, value in answer.headers:
         name = raw.lower()
-        if name in _HOP_BY_HOP or name == b"x-request-id":
+        if name in _HOP_BY_HOP or name in hop or name == b"x-request-id":
             continue
-        if name == b"content-type":
-            kind = value.lower()
-        elif name == b"content-encoding":
+        if _UNSENDABLE.search(value):
+            continue
+        # A stream may get an error event at its end; these two statuses have no body to measure.
+        if name == b"content-length" and (stream or answer.status in (204, 304)):
+            continue
+        if name == b"content-encoding":
             encoded = value.lower() != b"identity"
         elif name == b"retry-after":
             retry_after = True
@@ -300,7 +337,7 @@ def _answer_headers(answer: Answer) -> tuple[list[tuple[bytes, bytes]], bytes, b
     # Without it one agent gives up at once and another asks thirty times in half a minute.
     if answer.status in (429, 503) and not retry_after:
         kept.append((b"retry-after", b"1"))
-    return kept, kind, encoded
+    return kept, stream, encoded
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -8,6 +8,7 @@ decision records show.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 from collections.abc import Sequence
 from enum import StrEnum
@@ -18,6 +19,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 _PIECEWISE = 2**20
+_OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -31,6 +33,8 @@ class Cause(StrEnum):
     FIRST_BYTE_TIMEOUT = "first byte timeout"
     IDLE_TIMEOUT = "idle timeout"
     UNAVAILABLE = "answered 503"
+    NO_SOCKET = "no socket left here"  # the gateway's own trouble, not the engine's
+    BAD_STATUS = "answered no HTTP status"
     UNFINISHED = "ended without its terminal event"
 
 
@@ -134,9 +138,13 @@ class AiohttpUpstream:
         except aiohttp.ServerTimeoutError as error:
             raise UpstreamError(Cause.CONNECT_TIMEOUT, str(error)) from error
         except aiohttp.ClientConnectorError as error:
-            raise UpstreamError(Cause.REFUSED, str(error)) from error
+            own = error.os_error.errno in _OWN_TROUBLE
+            raise UpstreamError(Cause.NO_SOCKET if own else Cause.REFUSED, str(error)) from error
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(Cause.RESET, str(error)) from error
+        if not 200 <= response.status < 600:
+            response.close()
+            raise UpstreamError(Cause.BAD_STATUS, str(response.status))
         return _AiohttpAnswer(response)
 
     async def close(self) -> None:

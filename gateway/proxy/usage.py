@@ -7,6 +7,8 @@ answer, and in the last event before `[DONE]` of a stream that was asked for it
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from policies.base import Usage
@@ -14,6 +16,10 @@ from policies.base import Usage
 _TAIL = 16_384
 # A JSON answer up to this size is decoded whole, fields other than usage skipped.
 _WHOLE = 4 * 2**20
+# More tokens than any prompt has.
+_MOST = 2**40
+_BETWEEN = re.compile(rb"\r?\n\r?\n")
+_DONE = re.compile(rb"(?:^|\n)data: ?\[DONE\]\s*(?:\n|$)")
 
 
 class _Details(msgspec.Struct):
@@ -57,7 +63,7 @@ class Tail:
 
     def finished(self) -> bool:
         """Tell whether a stream has sent its terminal event."""
-        return self.bytes().rstrip().endswith(b"data: [DONE]")
+        return _DONE.search(self.bytes()[-_TAIL:]) is not None
 
     def between_events(self) -> bool:
         """Tell whether a stream stands at an event boundary."""
@@ -69,7 +75,7 @@ class Tail:
         kept = self.bytes()
         if not self._stream:
             return _usage(kept)
-        for event in reversed(kept.split(b"\n\n")):
+        for event in reversed(_BETWEEN.split(kept)):
             if b'"usage"' in event:
                 found = _usage(event.strip().removeprefix(b"data:"))
                 if found:
@@ -80,14 +86,14 @@ class Tail:
 def _usage(text: bytes) -> Usage | None:
     try:
         counts = _decoder.decode(text).usage
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         # Cut off in the middle, or an answer of another shape: there are no counts in it.
         return None
     if counts is None:
         return None
-    details = counts.prompt_tokens_details
-    return Usage(
-        prompt=counts.prompt_tokens,
-        cached=details.cached_tokens if details else None,
-        output=counts.completion_tokens,
-    )
+    cached = counts.prompt_tokens_details.cached_tokens if counts.prompt_tokens_details else None
+    if not all(
+        0 <= n < _MOST for n in (counts.prompt_tokens, counts.completion_tokens, cached or 0)
+    ):
+        return None  # no count of anything
+    return Usage(prompt=counts.prompt_tokens, cached=cached, output=counts.completion_tokens)

@@ -38,6 +38,17 @@ class _Text(logging.Formatter):
         return super().format(record) + tail
 
 
+class _Expected(logging.Filter):
+    """Keep the server library from adding a traceback to aborts that are meant."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], MeantAbort))
+
+
+class MeantAbort(Exception):
+    """Base of exceptions that end a connection on purpose, and are logged where they are raised."""
+
+
 def configure(settings: Log) -> None:
     """Send all logging of this process to standard error in the configured form."""
     handler = logging.StreamHandler(sys.stderr)
@@ -48,3 +59,6 @@ def configure(settings: Log) -> None:
     # These libraries log every request of the control plane at info.
     for name in ("httpx", "httpcore", "uvicorn.error"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    server = logging.getLogger("uvicorn.error")
+    if not any(isinstance(known, _Expected) for known in server.filters):
+        server.addFilter(_Expected())

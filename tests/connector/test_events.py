@@ -231,3 +231,9 @@ def test_noise_is_decoded_or_refused_and_nothing_else(payload: bytes) -> None:
     except EventError:
         return
     assert isinstance(batch, Batch)
+
+
+def test_a_payload_that_nests_without_end_is_an_error() -> None:
+    deep = b"\x93\xcb" + bytes(8) + b"\x91\x82\xa4type\xabBlockStored\xa1x" + b"\x91" * 100_000
+    with pytest.raises(EventError):
+        decode(deep + b"\xc0\xc0")

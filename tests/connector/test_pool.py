@@ -193,3 +193,9 @@ def test_answers_that_cannot_be_used(body: bytes, said: str) -> None:
 def test_segment_lists_that_cannot_be_used(body: bytes, said: str) -> None:
     with pytest.raises(PoolError, match=said):
         parse_segments(body)
+
+
+def test_an_answer_that_nests_without_end_is_an_error() -> None:
+    deep = b'{"success":true,"data":{},"error":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with pytest.raises(PoolError):
+        parse_query(deep)

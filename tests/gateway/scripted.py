@@ -67,6 +67,8 @@ class Scripted:
     block: int = 16
     algorithm: str = "sha256_cbor"
     healthy: bool = True
+    page: str | None = None
+    listing: bytes | None = None
     card: dict[str, Any] = field(
         default_factory=lambda: {"id": "m", "object": "model", "max_model_len": 4096, "odd": [1]}
     )
@@ -99,10 +101,14 @@ class Scripted:
         return web.Response(status=200 if self.healthy else 500)
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        if self.page is not None:
+            return web.Response(text=self.page)
         page = METRICS.format(running=self.running, block=self.block, algorithm=self.algorithm)
         return web.Response(text=page)
 
     async def _models(self, _: web.Request) -> web.Response:
+        if self.listing is not None:
+            return web.Response(body=self.listing, content_type="application/json")
         return web.json_response({"object": "list", "data": [self.card]})
 
     async def _infer(self, request: web.Request) -> web.StreamResponse:
@@ -158,7 +164,7 @@ def settings(engines: list[Scripted], **overrides: Any) -> GatewayConfig:
 
 
 @contextlib.asynccontextmanager
-async def running(config: GatewayConfig) -> AsyncIterator[Running]:
+async def running(config: GatewayConfig, *, trust_env: bool = True) -> AsyncIterator[Running]:
     """Run a gateway in this event loop."""
     with (
         _bind("127.0.0.1", 0, "listen") as data_socket,
@@ -178,8 +184,10 @@ async def running(config: GatewayConfig) -> AsyncIterator[Running]:
         admin_base = f"http://127.0.0.1:{admin_socket.getsockname()[1]}"
         limits = httpx.Limits(max_connections=None)
         async with (
-            httpx.AsyncClient(base_url=base, timeout=30, limits=limits) as client,
-            httpx.AsyncClient(base_url=admin_base, timeout=30) as admin,
+            httpx.AsyncClient(
+                base_url=base, timeout=30, limits=limits, trust_env=trust_env
+            ) as client,
+            httpx.AsyncClient(base_url=admin_base, timeout=30, trust_env=trust_env) as admin,
         ):
             try:
                 yield Running(gateway, client, admin, port)

@@ -308,3 +308,83 @@ async def test_the_openai_client(engines: list[Scripted]) -> None:
             assert text == ["x", "x"]
             with pytest.raises(openai.NotFoundError, match="there is no model"):
                 await client.chat.completions.create(model="n", messages=messages)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        'vllm:num_requests_running{engine="0"} +Inf\nvllm:num_requests_waiting{engine="0"} NaN\n',
+        'vllm:num_requests_running{engine="99999999999"} -5\n',
+        'vllm:cache_config_info{prefix_caching_hash_algo="sha256",block_size="0"} 1\n',
+        "vllm:num_requests_running{{{{ \x01\n",
+        "<html>",
+        "",
+    ],
+)
+async def test_whatever_metrics_an_engine_shows_it_stays_in_service(
+    engines: list[Scripted], page: str
+) -> None:
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        engines[0].page = page
+        await up.until(lambda: not engines[0].page or up.gateway.fleet.engine("a").failures == 0)
+        asked = up.gateway.fleet.engine("a").probes
+        await up.until(lambda: up.gateway.fleet.engine("a").probes > asked + 2)
+        assert up.gateway.fleet.engine("a").usable
+        assert {(await up.client.post(CHAT, json=BODY)).status_code for _ in range(2)} == {200}
+        assert (await up.admin.get("/gateway/engines")).status_code == 200
+        engines[0].page = None
+        engines[0].running = 3.0
+        await up.until(lambda: up.gateway.fleet.engine("a").loads[0].running == 3)
+
+
+@pytest.mark.parametrize(
+    "listing", [b"<html>", b"[]", b'{"data":["m"]}', b'{"data":null}', b"\xff"]
+)
+async def test_an_odd_model_list_spoils_nothing(engines: list[Scripted], listing: bytes) -> None:
+    engines[0].listing = listing
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        assert (await up.client.get("/v1/models")).json()["data"] == [engines[1].card]
+
+
+async def test_an_engine_that_serves_another_model_gets_no_turns(engines: list[Scripted]) -> None:
+    engines[0].card = {"id": "other", "object": "model"}
+    async with running(settings(engines)) as up:
+        await up.ready(1)
+        await up.until(lambda: up.gateway.fleet.engine("a").error is not None)
+        ready = (await up.client.get("/ready")).json()
+        went = [
+            (await up.client.post(CHAT, json=BODY)).headers["x-gateway-engine"] for _ in range(4)
+        ]
+    assert "it serves 'other', not 'm'" in ready["degraded"][0]
+    assert set(went) == {"b"}
+
+
+async def test_the_environments_proxy_is_not_for_engines(
+    engines: list[Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    config = settings(engines)
+    async with running(config, trust_env=False) as up:
+        await up.ready(2)
+        assert (await up.client.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_head_serves_load_balancers(engines: list[Scripted]) -> None:
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        assert [(await up.client.head(path)).status_code for path in ("/health", "/ready")] == [
+            200
+        ] * 2
+
+
+async def test_names_are_not_echoed_at_any_length(engines: list[Scripted]) -> None:
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        answer = await up.client.post(CHAT, json=BODY | {"model": "x" * 100_000})
+    assert answer.status_code == 404
+    assert len(answer.content) < 500

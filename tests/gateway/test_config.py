@@ -68,6 +68,14 @@ def test_environment_overrides_the_file(tmp_path: Path, monkeypatch: pytest.Monk
             r":2: models.0: engine id 'a' occurs twice",
         ),
         (GOOD.replace("    exact: false\n", ""), r":2: models.0: `tokenizer` is required"),
+        (GOOD.replace("127.0.0.1:8101/", ""), r"is not an http://"),
+        (GOOD.replace("8101", "99999"), r"is not an http://"),
+        (GOOD.replace("8101/", "8101/v1/"), r"must be a base URL: without /v1"),
+        (GOOD.replace("http://", "http://u:p@"), r"credentials do not belong into the URL"),
+        (GOOD.replace('/"}', '/", events: "tcp://*:5557"}'), r"not an endpoint to connect to"),
+        (GOOD.replace('/"}', '/", events: garbage}'), r"not an endpoint to connect to"),
+        ("shutdown_grace: .inf\n" + GOOD, r":1: shutdown_grace: .*finite"),
+        ("[" * 5000, r"is not YAML"),
         ("policy: round_robbin\n" + GOOD, r":1: policy: .* did you mean 'round_robin'\?"),
         (
             "policies: {session_affinity: {bund: 2}}\n" + GOOD,
@@ -87,6 +95,14 @@ def test_every_fault_gets_a_line_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path, "polcy: x\nlisten: {port: 99999}\n" + GOOD))
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_an_environment_that_cannot_be_read_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONCAKE_GATEWAY_LISTEN", "tcp://10.0.0.1:80")
+    with pytest.raises(ConfigError, match=r"the environment: .*listen.*key by key"):
+        load(write(tmp_path, GOOD))
 
 
 def test_engine_key_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +132,11 @@ def test_check_accepts_and_refuses(tmp_path: Path) -> None:
     text = GOOD + "    hashing: {algorithm: xxhash}\n"
     unseeded = gateway("check", "-c", str(write(tmp_path, text)))
     assert (unseeded.returncode, "seed" in unseeded.stderr) == (2, True)
+    text = GOOD.replace("exact: false", "tokenizer: .") + (
+        "    pool: {master: 'http://m:1', key: {template: '{nope}'}}\n"
+    )
+    template = gateway("check", "-c", str(write(tmp_path, text)))
+    assert (template.returncode, "Traceback" in template.stderr) == (2, False)
     missing = gateway("check", "-c", str(tmp_path / "none.yaml"))
     assert (missing.returncode, "cannot be read" in missing.stderr) == (2, True)
 

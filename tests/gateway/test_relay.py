@@ -371,3 +371,116 @@ async def test_no_engine_is_503_with_its_reason() -> None:
     assert answer.headers["retry-after"] == "1"
     assert "a is starting" in answer.json()["error"]["message"]
     assert ready.status_code == 503
+
+
+def usage(text: bytes) -> bytes:
+    return b'{"id":"1","choices":[],"usage":' + text + b"}"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        usage(b'{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":-4}}'),
+        usage(b'{"prompt_tokens":9,"completion_tokens":-2}'),
+        usage(b'{"prompt_tokens":9,"completion_tokens":' + b"9" * 400 + b"}"),
+        usage(b'{"prompt_tokens":9.5}'),
+        usage(b'{"prompt_tokens":9,"x":' + b"[" * 5000 + b"]" * 5000 + b"}"),
+        usage(b'{"prompt_tokens":9,"x":"\xff"}'),
+        b"not JSON at all",
+        b"",
+    ],
+)
+async def test_whatever_usage_an_answer_holds_it_passes_whole(
+    engines: list[Scripted], answer: bytes
+) -> None:
+    async def handler(_: web.Request) -> web.Response:
+        return web.Response(body=answer, content_type="application/json")
+
+    for engine in engines:
+        engine.handler = handler
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        got = await up.client.post(CHAT, json=BODY)
+        assert (got.status_code, got.content) == (200, answer)
+        assert up.in_flight() == 0
+
+
+@pytest.mark.parametrize(
+    "end", [b"data:[DONE]\n\n", DONE + b": bye\n\n", DONE.replace(b"\n", b"\r\n")]
+)
+async def test_every_form_of_the_terminal_event_counts(engines: list[Scripted], end: bytes) -> None:
+    pieces = (CHUNK, USAGE, end)
+    if b"\r" in end:
+        pieces = (CHUNK.replace(b"\n", b"\r\n"), USAGE.replace(b"\n", b"\r\n"), end)
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await stream(request, *pieces)
+
+    for engine in engines:
+        engine.handler = handler
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        assert (await up.client.post(CHAT, json=STREAM)).content == b"".join(pieces)
+        (record,) = (await up.admin.get("/gateway/decisions")).json()
+    assert record["reported"] == {"prompt": 9, "cached": 4, "output": 2}
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"204 No Content\r\ncontent-length: 5", 204),
+        (b"304 Not Modified\r\ncontent-length: 50", 304),
+        (b"600 Odd\r\ncontent-length: 0", 502),
+        (b"999 Odd\r\ncontent-length: 0", 502),
+        (b"200 OK\r\nx-odd: a\x01b\r\ncontent-length: 0", 200),
+        (b"200 OK\r\nconnection: x-hop\r\nx-hop: 1\r\ncontent-length: 0", 200),
+    ],
+)
+async def test_odd_heads_of_engines_get_a_proper_answer(
+    engines: list[Scripted], head: bytes, status: int
+) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.write(b"HTTP/1.1 " + head + b"\r\n\r\n")
+        request.transport.close()
+        return web.Response()
+
+    for engine in engines:
+        engine.handler = handler
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        answer = await up.client.post(CHAT, json=BODY)
+        assert up.in_flight() == 0
+    assert answer.status_code == status
+    assert "x-odd" not in answer.headers
+    assert "x-hop" not in answer.headers
+
+
+async def test_headers_that_a_client_names_for_the_hop_stay_here(engines: list[Scripted]) -> None:
+    async with running(settings(engines)) as up:
+        await up.ready(2)
+        sent = {"Connection": "keep-alive, x-secret", "X-Secret": "1", "X-Other": "2"}
+        await up.client.post(CHAT, json=BODY, headers=sent)
+    (_, headers, _) = next(e.requests[0] for e in engines if e.requests)
+    assert headers["x-other"] == "2"
+    assert "x-secret" not in headers
+
+
+async def test_a_client_that_stops_reading_gives_its_charge_back(engines: list[Scripted]) -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        while True:
+            await answer.write(CHUNK * 1000)
+
+    for engine in engines:
+        engine.handler = endless
+    async with running(settings(engines, upstream={"idle_timeout": 0.3})) as up:
+        await up.ready(2)
+        _, writer = await asyncio.open_connection("127.0.0.1", up.port)
+        writer.write(head(json.dumps(STREAM).encode()))
+        await up.until(lambda: up.in_flight() == 1)
+        await up.until(lambda: up.in_flight() == 0)
+        (record,) = (await up.admin.get("/gateway/decisions")).json()
+        writer.close()
+    assert record["ending"] == "left"
