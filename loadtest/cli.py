@@ -44,6 +44,13 @@ def emulate(
         int, typer.Option(min=2, help="Longest sequence in tokens; at most what the cache holds.")
     ] = 32768,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests in one step.")] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens in one step: the largest chunk of a prompt.")
+    ] = 2048,
+    hash_algorithm: Annotated[
+        str, typer.Option(help="sha256, sha256_cbor, xxhash or xxhash_cbor.")
+    ] = "sha256_cbor",
+    seed: Annotated[str, typer.Option(help="Seed of the hashes (`PYTHONHASHSEED`).")] = "0",
     speed: Annotated[float, typer.Option(help="So many times as fast as the model's rates.")] = 1.0,
     host: Annotated[str, typer.Option(help="Address of all listeners.")] = "127.0.0.1",
     base_port: Annotated[
@@ -97,7 +104,9 @@ def emulate(
             base_port=base_port,
             master_port=master_port,
             control_port=control_port,
-            limits=Limits(block_size=block_size, blocks=blocks, max_num_seqs=max_num_seqs),
+            limits=Limits(block_size, blocks, max_num_seqs, max_num_batched_tokens),
+            algorithm=hash_algorithm,
+            seed=seed,
             speed=speed,
             max_model_len=max_model_len,
             pool_blocks=pool_blocks if pool else None,

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from connector.model import Algorithm
 from loadtest.emulator.faults import Faults
 from loadtest.engine import Limits, Rates
 
@@ -40,7 +39,7 @@ class Settings:
     pool_blocks: int | None = 65536
     client_ttl: float = 10.0
     events: bool = True
-    algorithm: Algorithm = "sha256_cbor"
+    algorithm: str = "sha256_cbor"
     seed: str | None = "0"
     cache_prefix: str = ""
     faults: Mapping[str, Faults] = field(default_factory=dict)
