@@ -32,6 +32,7 @@ class Fleet:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        hasher = Hasher(settings.algorithm, settings.limits.block_size, settings.seed)
         hashing = {
             "algorithm": settings.algorithm,
             "block_size": settings.limits.block_size,
@@ -46,7 +47,6 @@ class Fleet:
         config = ModelConfig.model_validate(
             self._config | {"engines": [{"id": "e1", "url": "http://127.0.0.1:1"}]}
         )
-        hasher = Hasher(settings.algorithm, settings.limits.block_size, settings.seed)
         prompts = Prompts(settings, Renderer(config), hasher)
         self._keys = {"model": settings.model, "cache_prefix": settings.cache_prefix}
         self.pool: Pool | None = None

@@ -76,7 +76,7 @@ class Listener:
         await runner.cleanup()
 
 
-def abort(transport: asyncio.BaseTransport | None) -> None:
-    """Break a connection: the peer gets a reset, not an end."""
-    if isinstance(transport, asyncio.Transport):
+def abort(transport: asyncio.Transport | None) -> None:
+    """Break a connection, where there is one."""
+    if transport is not None:
         transport.abort()
