@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -210,7 +211,10 @@ class ModelConfig(Section):
                 "`tokenizer` is required where `exact` is true; name the directory that holds "
                 "tokenizer.json, or set `exact: false`"
             )
-        wording.collision(collisions([self.model_dump()]))
+        wording.collision(
+            replace(fault, where=fault.where[2:], first=fault.first and fault.first[2:])
+            for fault in collisions([self.model_dump()])
+        )
         return self
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from connector.document import Fault, Where, depth, dotted, short
+from connector.document import Fault, Where, depth, say, short
 
-TOLD_APART = "told_apart"
-"""Type of the errors of validators that only repeat what `Fault`s say with more precision."""
+_COLLISION = "collision"
 
 _WORDS: dict[str, str] = {
     "bool_parsing": "must be true or false",
@@ -43,13 +43,14 @@ _WORDS: dict[str, str] = {
 
 
 def collision(faults: Iterable[Fault]) -> None:
-    """Raise for the first of some faults, in a validator of a model.
+    """Raise, in a validator of a model, for faults that no single key can be blamed for.
 
-    Who reads a file reports the faults themselves, which tell where they stand.
+    Their places are as seen from that model; `faults` below gives them back.
     """
-    for fault in faults:
-        text = f"{dotted(fault.where)}: {fault.message}"
-        raise PydanticCustomError(TOLD_APART, "{text}", {"text": text})
+    told = tuple(faults)
+    if told:
+        text = "; ".join(map(say, told))
+        raise PydanticCustomError(_COLLISION, "{text}", {"text": text, "faults": told})
 
 
 def faults(error: ValidationError, root: type[BaseModel], data: object) -> Iterator[Fault]:
@@ -58,10 +59,13 @@ def faults(error: ValidationError, root: type[BaseModel], data: object) -> Itera
     What a fault deeper in causes above is left out. A key that fits none of
     several types is told once, with all that it could be.
     """
-    found = [fault for fault in error.errors() if fault["type"] != TOLD_APART]
+    found = error.errors()
     told: dict[Where, list[ErrorDetails]] = {}
     for fault in found:
         where = tuple(fault["loc"])
+        if fault["type"] == _COLLISION:
+            yield from (_below(where, one) for one in fault["ctx"]["faults"])
+            continue
         if any(len(f["loc"]) > len(where) and f["loc"][: len(where)] == where for f in found):
             continue
         # Unions put the tried branch's name behind the key; only what stands in the data counts.
@@ -99,6 +103,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def _below(above: Where, fault: Fault) -> Fault:
+    first = None if fault.first is None else (*above, *fault.first)
+    return replace(fault, where=(*above, *fault.where), first=first)
 
 
 def _words(root: type[BaseModel], where: Where, fault: ErrorDetails) -> str:

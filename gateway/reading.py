@@ -49,7 +49,8 @@ class Reading:
             config = GatewayConfig.model_validate(self.data)
         except ValidationError as error:
             found += wording.faults(error, GatewayConfig, self.data)
-            found += inconsistencies(self.data)
+            told = {fault.where for fault in found}
+            found += (fault for fault in inconsistencies(self.data) if fault.where not in told)
             self.models = dict(self._judgeable(found, path.parent))
         else:
             self.models = {

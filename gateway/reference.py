@@ -20,7 +20,8 @@ configuration's own models by `mooncake-gateway reference`; do not edit it by ha
 
 Unknown keys are refused with the nearest known one. Relative paths are taken from the
 file's folder. Environment variables `{ENV_PREFIX}<SECTION>__<KEY>` override the file
-(`{ENV_PREFIX}LISTEN__PORT=8080`); sections and lists can be given as JSON. Times are seconds, sizes bytes, lengths tokens.
+(`{ENV_PREFIX}LISTEN__PORT=8080`); sections and lists can be given as JSON. Times are
+seconds, sizes bytes, lengths tokens.
 """
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,11 +96,24 @@ def test_config_prints_what_is_handed(fleet_file: Path, tmp_path: Path) -> None:
     assert ModelConfig.model_validate(models[0]).name == "tiny"
 
 
+def test_config_says_what_to_do_without_tokenizer_files(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("engines:\n- {id: a, port: 8101, model: org/tiny}\n")
+    result = CliRunner().invoke(app, ["config", str(path)])
+    assert result.exit_code == 0
+    assert "warning: the gateway cannot be exact for org/tiny yet" in result.stderr
+    assert "hf download org/tiny config.json tokenizer.json" in result.stderr
+    written = result.stdout.partition("# gateway.yaml\n")[2]
+    assert re.search(r"# TODO: .*hf download org/tiny .*\n  tokenizer: org/tiny\n", written)
+    [model] = yaml.safe_load(written)["models"]
+    assert ModelConfig.model_validate(model).exact
+
+
 @pytest.mark.parametrize("command", ["up", "config"])
 def test_wrong_fleet_file_is_a_usage_error(tmp_path: Path, command: str) -> None:
     status, output = call(command, tmp_path / "none.yaml")
     assert status == 2
-    assert "cannot read" in output
+    assert "cannot be read" in output
     assert "Traceback" not in output
 
 
