@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from connector import tiny_model
+from connector import tiny_model, version
 from connector.fleet import (
     FleetError,
     FleetFile,
@@ -29,19 +29,20 @@ from connector.fleet import (
     load,
     without_tokenizer,
 )
+from connector.reference import fleet_markdown
 from connector.stack import Member, Stack, StackError
 
 app = typer.Typer(
     name="mooncake-connector",
     help="Run vLLM engines that share a Mooncake pool, and see what they are handed.\n\n"
-    "A fleet file names one Mooncake master and the engines; the documentation of "
-    "`connector/fleet.py` has an example, `examples/real/fleet.yaml` is one that runs on two "
-    "cores without a GPU.",
+    "A fleet file names one Mooncake master and the engines; `docs/fleet.md`, or `reference` "
+    "here, describes it, `examples/real/fleet.yaml` is one that runs on two cores without a GPU.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.callback()(version.options)
 
 FleetArgument = Annotated[
     Path, typer.Argument(metavar="FLEET.yaml", help="The fleet file.", show_default=False)
@@ -188,6 +189,12 @@ def config(fleet_file: FleetArgument) -> None:
         typer.echo(shlex.join(engine.argv(fleet.interpreter)))
     typer.echo("\n# gateway.yaml")
     typer.echo(_gateway_yaml(fleet, {"models": models}), nl=False)
+
+
+@app.command()
+def reference() -> None:
+    """Print the reference of the fleet file (docs/fleet.md) as Markdown."""
+    typer.echo(fleet_markdown(), nl=False)
 
 
 def main() -> None:

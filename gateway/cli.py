@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import policies as _registered  # noqa: F401 - importing it fills the registry of policies
+from connector import version
 from connector.document import Fault
 from gateway.app import reader
 from gateway.config import ConfigError, Faulty, Upstream, engine_key
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="An OpenAI-compatible front door for a fleet of vLLM engines that share a Mooncake pool.",
 )
+app.callback()(version.options)
 
 ConfigPath = Annotated[
     Path,

@@ -1,5 +1,6 @@
 """`mooncake-connector`: what it prints and how it exits."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -84,6 +85,17 @@ def test_help_teaches() -> None:
     assert all(word in output for word in ("up", "tiny-model", "config", "fleet"))
     status, output = call("up", "--help")
     assert "Ctrl-C exits with 130" in " ".join(output.replace("│", " ").split())
+
+
+def test_version() -> None:
+    status, output = call("--version")
+    assert status == 0
+    assert output.split()[-1] == importlib.metadata.version("mooncake-gateway")
+
+
+def test_the_reference_in_the_docs_is_what_the_command_prints() -> None:
+    written = Path(__file__).parents[2] / "docs" / "fleet.md"
+    assert call("reference") == (0, written.read_text())
 
 
 def test_config_prints_what_is_handed(fleet_file: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -462,6 +463,11 @@ def test_check_accepts_and_refuses(tmp_path: Path) -> None:
     assert re.search(r"gateway.yaml:1: polcy: .*\n.*gateway.yaml:4: models.0.tok", served.stderr)
     missing = gateway("check", "-c", str(tmp_path / "none.yaml"))
     assert (missing.returncode, "cannot be read" in missing.stderr) == (2, True)
+
+
+def test_version() -> None:
+    shown = gateway("--version")
+    assert (shown.returncode, shown.stdout.split()[-1]) == (0, version("mooncake-gateway"))
 
 
 def test_the_reference_in_the_docs_is_what_the_command_prints() -> None:
