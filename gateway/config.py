@@ -8,6 +8,7 @@ tools read it too. How a file and the environment become a configuration is
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Self
 
@@ -200,7 +201,12 @@ def engine_key(upstream: Upstream) -> str | None:
         return None
     key = os.environ.get(upstream.api_key_env)
     message = None
-    if not key:
+    if not re.fullmatch(r"[A-Za-z_]\w*", upstream.api_key_env, re.ASCII):
+        # Not shown: it may be the key.
+        message = (
+            "must be the name of an environment variable that holds the key, not the key itself"
+        )
+    elif not key:
         message = (
             f"names the environment variable {upstream.api_key_env!r}, which is not set; "
             "export it, or remove the setting to pass the clients' keys on"

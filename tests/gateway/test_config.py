@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from connector.wording import section_in
 from gateway.cli import faults_beyond
-from gateway.config import ConfigError, GatewayConfig, engine_key
+from gateway.config import ConfigError, GatewayConfig, Upstream, engine_key
 from gateway.reading import Reading, load
 
 GOOD = """\
@@ -439,6 +439,9 @@ def test_engine_key_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ConfigError, match=r"upstream.api_key_env: .*'NO_SUCH_KEY', which is not set"
     ):
         engine_key(config.upstream)
+    with pytest.raises(ConfigError, match="not the key itself") as caught:
+        engine_key(Upstream(api_key_env="sk-1234"))
+    assert "1234" not in str(caught.value)
     monkeypatch.setenv("NO_SUCH_KEY", "k")
     assert engine_key(config.upstream) == "k"
 
