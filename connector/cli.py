@@ -206,7 +206,7 @@ def _load(path: Path) -> FleetFile:
     try:
         return load(path)
     except FleetError as error:
-        _fail(str(error), EXIT_USAGE)
+        _fail(f"the fleet file cannot be used:\n{error}", EXIT_USAGE)
 
 
 def _gateway_models(fleet: FleetFile) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +59,10 @@ FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*",
 )
-"""What a tokenizer directory is read from; of these tokenizer.json must be there."""
+"""What a tokenizer directory is read from, as patterns; tokenizer.json must be there."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -135,7 +138,7 @@ def is_hub_id(name: str) -> bool:
 
 def download(hub_id: str, directory: Path) -> str:
     """Return the command that brings a model's tokenizer files, and nothing else of it."""
-    return f"hf download {hub_id} {' '.join(FILES)} --local-dir {directory}"
+    return f"hf download {hub_id} {shlex.join(FILES)} --local-dir {directory}"
 
 
 def _remedy(directory: Path) -> str:
