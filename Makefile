@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 GATEWAY := .venv/.installed
 ENGINE := .venv-engine/.installed
 BIN := .venv/bin
-PIP_FLAGS := --disable-pip-version-check --quiet
+PIP := --disable-pip-version-check
 REAL := build/real
 
 .DEFAULT_GOAL := help
@@ -36,10 +36,11 @@ format: $(GATEWAY) ## Format the sources.
 
 real: $(GATEWAY) $(ENGINE) ## Run the gateway on port 8000 before two real engines and a real pool.
 	$(BIN)/mooncake-connector tiny-model $(REAL)/tiny-qwen3
-	$(BIN)/mooncake-connector up examples/real/fleet.yaml --log-dir $(REAL)/logs \
+	@# Ctrl-C is how one ends it, and no error: 130 becomes 0, which the shell must live to see.
+	trap : INT; $(BIN)/mooncake-connector up examples/real/fleet.yaml --log-dir $(REAL)/logs \
 	  --gateway-config $(REAL)/gateway.yaml \
 	  --then '$(BIN)/mooncake-gateway serve -c $(REAL)/gateway.yaml' \
-	  --then-url http://127.0.0.1:8000/ready
+	  --then-url http://127.0.0.1:8000/ready || test $$? -eq 130
 
 lock: | python ## Pin anew what pip resolves today.
 	$(PYTHON) requirements/lock.py gateway
@@ -55,15 +56,17 @@ distclean: clean ## Remove the environments too.
 
 $(GATEWAY): requirements/gateway.lock pyproject.toml | python
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements/gateway.lock
-	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --editable .
+	@echo "installing the gateway and its tools into .venv"
+	$(BIN)/python -m pip install $(PIP) --quiet -r requirements/gateway.lock
+	$(BIN)/python -m pip install $(PIP) --quiet --no-deps --editable .
 	@touch $@
 
 # The import shows that torch fits vLLM and that Mooncake finds its libraries.
 $(ENGINE): requirements/engine-cpu.lock | python libibverbs
 	$(PYTHON) -m venv .venv-engine
 	@echo "installing vLLM and Mooncake into .venv-engine (about 2.5 GB)"
-	@.venv-engine/bin/python -m pip install $(PIP_FLAGS) --no-deps \
+	@if test -t 1; then progress=; else progress=--quiet; fi; \
+	.venv-engine/bin/python -m pip install $(PIP) $$progress --no-deps \
 	  -r requirements/engine-cpu.lock || { \
 	  echo; \
 	  echo "The engines' packages could not be installed. If pip found no torch of a version"; \

@@ -20,21 +20,29 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from connector import tiny_model
-from connector.fleet import FleetError, FleetFile, gateway_models, load
+from connector import tiny_model, version
+from connector.fleet import (
+    FleetError,
+    FleetFile,
+    gateway_models,
+    guessed_ranks,
+    load,
+    without_tokenizer,
+)
+from connector.reference import fleet_markdown
 from connector.stack import Member, Stack, StackError
 
 app = typer.Typer(
     name="mooncake-connector",
     help="Run vLLM engines that share a Mooncake pool, and see what they are handed.\n\n"
-    "A fleet file names one Mooncake master and the engines; the documentation of "
-    "`connector/fleet.py` has an example, `examples/real/fleet.yaml` is one that runs on two "
-    "cores without a GPU.",
+    "A fleet file names one Mooncake master and the engines; `docs/fleet.md`, or `reference` "
+    "here, describes it, `examples/real/fleet.yaml` is one that runs on two cores without a GPU.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.callback()(version.options)
 
 FleetArgument = Annotated[
     Path, typer.Argument(metavar="FLEET.yaml", help="The fleet file.", show_default=False)
@@ -165,8 +173,10 @@ def config(fleet_file: FleetArgument) -> None:
 
     Command lines and environments can be pasted into a shell or a unit file; the
     `models:` list belongs into the gateway.yaml of a gateway in front of the fleet.
+    Where a model's tokenizer files are not here, a warning says how to get them.
     """
     fleet = _load(fleet_file)
+    models = _gateway_models(fleet)
     typer.echo("# master")
     typer.echo(shlex.join(fleet.master.argv(fleet.master_binary)))
     for engine in fleet.engines:
@@ -178,7 +188,13 @@ def config(fleet_file: FleetArgument) -> None:
             typer.echo(f"{name}={shlex.quote(value)} \\")
         typer.echo(shlex.join(engine.argv(fleet.interpreter)))
     typer.echo("\n# gateway.yaml")
-    typer.echo(_yaml({"models": _gateway_models(fleet)}), nl=False)
+    typer.echo(_gateway_yaml(fleet, {"models": models}), nl=False)
+
+
+@app.command()
+def reference() -> None:
+    """Print the reference of the fleet file (docs/fleet.md) as Markdown."""
+    typer.echo(fleet_markdown(), nl=False)
 
 
 def main() -> None:
@@ -190,14 +206,21 @@ def _load(path: Path) -> FleetFile:
     try:
         return load(path)
     except FleetError as error:
-        _fail(str(error), EXIT_USAGE)
+        _fail(f"the fleet file cannot be used:\n{error}", EXIT_USAGE)
 
 
 def _gateway_models(fleet: FleetFile) -> list[dict[str, Any]]:
     try:
-        return gateway_models(fleet)
+        models = gateway_models(fleet)
     except FleetError as error:
         _fail(str(error), EXIT_USAGE)
+    warnings = [
+        f"the gateway cannot be exact for {name} yet: {remedy}"
+        for name, remedy in without_tokenizer(fleet).items()
+    ]
+    for warning in [*warnings, *guessed_ranks(fleet)]:
+        typer.echo(f"mooncake-connector: warning: {warning}", err=True)
+    return models
 
 
 def _write_gateway_config(fleet: FleetFile, path: Path) -> None:
@@ -211,13 +234,18 @@ def _write_gateway_config(fleet: FleetFile, path: Path) -> None:
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_yaml(content), encoding="utf-8")
+        path.write_text(_gateway_yaml(fleet, content), encoding="utf-8")
     except OSError as error:
         _fail(f"cannot write {path}: {error.strerror or error}", EXIT_FAILED)
 
 
-def _yaml(content: object) -> str:
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+def _gateway_yaml(fleet: FleetFile, content: object) -> str:
+    """Return a gateway's configuration; a tokenizer that is not there says what to do about it."""
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
+    for name, remedy in without_tokenizer(fleet).items():
+        line = f"  tokenizer: {name}\n"
+        text = text.replace(line, f"  # TODO: {remedy}\n{line}")
+    return text
 
 
 def _watch(console: Console, stack: Stack, command: Member | None) -> int:

@@ -22,15 +22,18 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from connector import wording
+from connector.document import Document, DocumentError, Fault, Where, holds
 from connector.model import ModelConfig, Section
 from connector.settings import EngineSettings, MasterSettings, SharedSettings
+from connector.tokenizer import download, is_hub_id
 
 PYTHON_VARIABLE = "MOONCAKE_ENGINE_PYTHON"
 """Environment variable that names the engines' interpreter, over the fleet file's."""
@@ -62,60 +65,52 @@ class FleetFile(Section):
         Dictionaries (`env`, `extra_config`, template arguments) are joined, the
         engine's entries winning; everything else is replaced.
         """
-        if not isinstance(value, Mapping) or not isinstance(value.get("engines"), list | tuple):
-            return value
-        shared = value.get("engine") or {}
-        if isinstance(shared, SharedSettings):
-            shared = shared.model_dump(exclude_unset=True)
-        if not isinstance(shared, Mapping):
-            return value
-        # A wrong key is reported once and where it stands, not in every engine.
-        known = {key: item for key, item in shared.items() if key in SharedSettings.model_fields}
-        engines = [
-            _join(known, engine) if isinstance(engine, Mapping) else engine
-            for engine in value["engines"]
-        ]
-        return {**value, "engine": shared, "engines": engines}
+        return _shared(value)
 
     @model_validator(mode="after")
     def _unique(self) -> Self:
-        for what, taken in (
-            ("engine id", [(engine.id, "") for engine in self.engines]),
-            ("port", [(port, owner) for _, port, owner in self.ports()]),
-            (
-                "lookup_rpc_port",
-                [
-                    (
-                        engine.kv_transfer_config()["kv_connector_extra_config"]["lookup_rpc_port"],
-                        "",
-                    )
-                    for engine in self.engines
-                ],
-            ),
-            ("segment", [(e.segment, "") for e in self.engines if e.segment]),
-        ):
-            owners: defaultdict[object, list[str]] = defaultdict(list)
-            for item, owner in taken:
-                owners[item].append(owner)
-            for item, names in owners.items():
-                if len(names) > 1:
-                    whose = f" ({', '.join(names)})" if any(names) else ""
-                    raise ValueError(f"{what} {item} is given {len(names)} times{whose}")
+        wording.collision(self.collisions())
         return self
+
+    def collisions(self) -> Iterator[Fault]:
+        """Yield what two engines, or an engine and the master, cannot both have."""
+        seen: dict[tuple[str, object], Where] = {}
+        for kind, value, where in self._taken():
+            first = seen.setdefault((kind, value), where)
+            if first != where:
+                yield Fault(where, f"{kind} {value} is given again", "take another", first)
+
+    def _taken(self) -> Iterator[tuple[str, object, Where]]:
+        for i, engine in enumerate(self.engines):
+            yield "engine id", engine.id, ("engines", i, "id")
+        for _, port, _, where in self._listening():
+            yield "port", port, where
+        for i, engine in enumerate(self.engines):
+            extra = engine.kv_transfer_config()["kv_connector_extra_config"]
+            yield "lookup_rpc_port", extra["lookup_rpc_port"], ("engines", i, "lookup_rpc_port")
+        for i, engine in enumerate(self.engines):
+            if engine.segment is not None:
+                yield "segment", engine.segment, ("engines", i, "segment")
 
     def ports(self) -> Iterator[tuple[str, int, str]]:
         """Every TCP port that the fleet listens on, as (address, port, whose)."""
+        for address, port, owner, where in self._listening():
+            yield address, port, f"{owner} {where[-1]}"
+
+    def _listening(self) -> Iterator[tuple[str, int, str, Where]]:
         master = self.master
-        yield master.host, master.rpc_port, "master rpc_port"
-        yield master.host, master.http_port, "master http_port"
+        yield master.host, master.rpc_port, "master", ("master", "rpc_port")
+        yield master.host, master.http_port, "master", ("master", "http_port")
         if master.metadata_port is not None:
-            yield master.host, master.metadata_port, "master metadata_port"
-        for engine in self.engines:
-            yield engine.host, engine.port, f"engine {engine.id} port"
+            yield master.host, master.metadata_port, "master", ("master", "metadata_port")
+        for i, engine in enumerate(self.engines):
+            owner, at = f"engine {engine.id}", ("engines", i)
+            yield engine.host, engine.port, owner, (*at, "port")
             if engine.events_port is not None:
-                yield "0.0.0.0", engine.events_port, f"engine {engine.id} events_port"
+                yield "0.0.0.0", engine.events_port, owner, (*at, "events_port")
             if engine.replay_port is not None:
-                yield "0.0.0.0", engine.replay_port, f"engine {engine.id} replay_port"
+                address = engine.replay_host.replace("*", "0.0.0.0")
+                yield address, engine.replay_port, owner, (*at, "replay_port")
 
     @property
     def interpreter(self) -> Path:
@@ -139,22 +134,49 @@ class FleetFile(Section):
 def load(path: Path) -> FleetFile:
     """Read a fleet file; `FleetError` names every wrong entry by its place."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FleetError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise FleetError(f"{path} is not YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise FleetError(f"{path} is not a fleet file: the top level must be a mapping")
+        document = Document.read(path, "engines: [...]")
+    except DocumentError as error:
+        raise FleetError(str(error)) from error
+    faults = list(document.faults)
     try:
-        return FleetFile.model_validate(content)
+        fleet = FleetFile.model_validate(document.data)
     except ValidationError as error:
-        lines = []
-        for wrong in error.errors():
-            place = ".".join(str(part) for part in wrong["loc"])
-            text = "unknown key" if wrong["type"] == "extra_forbidden" else wrong["msg"]
-            lines.append(f"  {place + ': ' if place else ''}{text.removeprefix('Value error, ')}")
-        raise FleetError(f"{path} does not describe a fleet:\n" + "\n".join(lines)) from error
+        found = list(wording.faults(error, FleetFile, _shared(document.data)))
+        faults += (_at_home(fault, document.data, found) for fault in found)
+        fleet = None
+    if fleet is None or faults:
+        raise FleetError("\n".join(document.say(faults)))
+    return fleet
+
+
+def _at_home(fault: Fault, data: Mapping[str, Any], found: Iterable[Fault]) -> Fault:
+    """Return a fault of a value that engines share at the place where the value stands."""
+    if fault.where[:1] != ("engines",) or len(fault.where) < 2:
+        return fault
+    shared = replace(fault, where=("engine", *fault.where[2:]))
+    if len(fault.where) > 2 and (
+        holds(data, fault.where) or not holds(data, shared.where) or fault.first
+    ):
+        return fault
+    return shared if len(fault.where) > 2 or shared in found else fault
+
+
+def _shared(value: Any) -> Any:
+    """Return a fleet file's content with the `engine` section's settings in every engine."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("engines"), list | tuple):
+        return value
+    shared = value.get("engine") or {}
+    if isinstance(shared, SharedSettings):
+        shared = shared.model_dump(exclude_unset=True)
+    if not isinstance(shared, Mapping):
+        return value
+    # A wrong key is reported once and where it stands, not in every engine.
+    known = {key: item for key, item in shared.items() if key in SharedSettings.model_fields}
+    engines = [
+        _join(known, engine) if isinstance(engine, Mapping) else engine
+        for engine in value["engines"]
+    ]
+    return {**value, "engine": shared, "engines": engines}
 
 
 def gateway_models(fleet: FleetFile) -> list[dict[str, Any]]:
@@ -185,11 +207,10 @@ def gateway_models(fleet: FleetFile) -> list[dict[str, Any]]:
 
 def _model_section(master: MasterSettings, engine: EngineSettings) -> dict[str, Any]:
     section: dict[str, Any] = {"name": engine.name}
-    directory = engine.tokenizer or Path(engine.model)
-    if directory.is_dir():
-        section["tokenizer"] = str(directory.absolute())
+    if engine.exact:
+        section["tokenizer"] = tokenizer_path(engine)
     else:
-        section["exact"] = False  # a model by name: its files are not known to be here
+        section["exact"] = False
     if engine.chat_template is not None:
         section["chat_template"] = str(engine.chat_template.absolute())
     if engine.chat_template_content_format != "auto":
@@ -211,6 +232,47 @@ def _model_section(master: MasterSettings, engine: EngineSettings) -> dict[str, 
         },
     }
     return section
+
+
+def tokenizer_path(engine: EngineSettings) -> str:
+    """Return what a gateway's configuration names as tokenizer: a path, or the model's name.
+
+    A name that is no directory here is given as it is; `without_tokenizer` tells.
+    """
+    name = str(engine.tokenizer or engine.model)
+    path = Path(name).expanduser().absolute()
+    return name if is_hub_id(name) and not path.parent.is_dir() else str(path)
+
+
+def without_tokenizer(fleet: FleetFile) -> dict[str, str]:
+    """Return the models whose tokenizer files are not here, with what to do about each.
+
+    By the tokenizer that `gateway_models` names. The gateway reads these files
+    and downloads none, and does without only if it is told to.
+    """
+    missing: dict[str, str] = {}
+    for engine in fleet.engines:
+        path = tokenizer_path(engine)
+        if engine.exact and not (Path(path) / "tokenizer.json").is_file():
+            source = path if is_hub_id(path) else "ORG/NAME"
+            directory = Path("models") / Path(path).name if is_hub_id(path) else Path(path)
+            missing[path] = (
+                f"there is no {path}/tokenizer.json here: download the tokenizer files "
+                f"(`{download(source, directory)}`) and name their directory as `tokenizer`, or "
+                "set `exact: false` to route by text-block hashes and the gateway's own history"
+            )
+    return missing
+
+
+def guessed_ranks(fleet: FleetFile) -> list[str]:
+    """Return what to check where `ranks.tp` had to be guessed, since no config.json is here."""
+    return [
+        f"ranks.tp is taken for {engine.tensor_parallel_size} of engine {engine.id}, as "
+        f"{engine.model} has no config.json here; set it to min(tp, KV heads), or 1 for MLA, or "
+        "every look-up in the pool may miss"
+        for engine in fleet.engines
+        if engine.tensor_parallel_size > 1 and not (Path(engine.model) / "config.json").is_file()
+    ]
 
 
 def _engine_section(engine: EngineSettings) -> dict[str, Any]:

@@ -8,11 +8,23 @@ from the engines' `/metrics`; until one has answered, the model is starting.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from connector import wording
+from connector.document import Fault, Where
 
 Algorithm = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 
@@ -105,11 +117,19 @@ class PoolConfig(Section):
         return _http_url(value)
 
 
+def _engine_id(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._:-]+", value):
+        raise ValueError(
+            f"{value!r} cannot be an engine's id: write letters, digits and . _ : - only"
+        )
+    return value
+
+
 class EngineConfig(Section):
     """One vLLM engine."""
 
-    id: str = Field(
-        pattern=r"^[A-Za-z0-9._:-]+$", description="Name of the engine in metrics and answers."
+    id: Annotated[str, AfterValidator(_engine_id)] = Field(
+        description="Name of the engine in metrics and answers."
     )
     url: str = Field(description="Base URL of its HTTP server, without /v1.")
     role: Literal["both", "prefill", "decode"] = Field("both", description="What it may do.")
@@ -139,6 +159,17 @@ class EngineConfig(Section):
     @classmethod
     def _is_url(cls, value: str) -> str:
         return _http_url(value)
+
+    @field_validator("segments")
+    @classmethod
+    def _are_segments(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not is_segment(name):
+                raise ValueError(
+                    f"{name!r} is no segment's name; write HOST:PORT, as the engine's "
+                    "MOONCAKE_REQUESTER_LOCAL_HOSTNAME and the master's segment list have it"
+                )
+        return value
 
     @model_validator(mode="after")
     def _replay_needs_events(self) -> Self:
@@ -189,12 +220,76 @@ class ModelConfig(Section):
                 "`tokenizer` is required where `exact` is true; name the directory that holds "
                 "tokenizer.json, or set `exact: false`"
             )
-        seen: set[str] = set()
-        for engine in self.engines:
-            if engine.id in seen:
-                raise ValueError(f"engine id {engine.id!r} occurs twice; ids must be unique")
-            seen.add(engine.id)
+        wording.collision(
+            replace(fault, where=fault.where[2:], first=fault.first and fault.first[2:])
+            for fault in collisions([self.model_dump()])
+        )
         return self
+
+
+def collisions(models: object) -> Iterator[Fault]:
+    """Yield what stands twice in a configuration's `models:` and may stand only once.
+
+    `models` is the list as plain data, checked or not: what is not of the type
+    that it should be is passed over, so that one fault does not hide another.
+    """
+    seen: dict[tuple[str, str], Where] = {}
+    for kind, value, where, remedy in _unique(models):
+        first = seen.setdefault((kind, _normal(value)), where)
+        if first != where:
+            yield Fault(where, f"{kind} {value!r} is given again", remedy, first)
+
+
+def is_segment(name: str) -> bool:
+    """Tell whether a segment's name is `host:port`, as Mooncake makes and answers them."""
+    found = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^:\s\[\]/]+):(\d{1,5})", name)
+    return found is not None and 1 <= int(found[1]) <= 65535
+
+
+def _unique(models: object) -> Iterator[tuple[str, str, Where, str]]:
+    """Yield kind, value, place and remedy of all that must be unique."""
+    for i, model in enumerate(_list(models)):
+        yield from _named(model, "name", ("models", i), "model", "names must differ: rename one")
+        for j, engine in enumerate(_list(_get(model, "engines"))):
+            at: Where = ("models", i, "engines", j)
+            yield from _named(engine, "id", at, "engine id", "ids must be unique: rename one")
+            yield from _named(engine, "url", at, "url", _OWN_ADDRESS)
+            for key in ("events", "replay"):
+                yield from _named(engine, key, at, "ZMQ endpoint", _OWN_ADDRESS)
+            for k, segment in enumerate(_list(_get(engine, "segments"))):
+                if isinstance(segment, str):
+                    remedy = "a segment is owned by one engine: remove it from the others"
+                    yield "segment", segment, (*at, "segments", k), remedy
+
+
+_OWN_ADDRESS = "every engine answers, publishes and replays at addresses of its own: mend one"
+
+
+def _named(
+    section: object, key: str, at: Where, kind: str, remedy: str
+) -> Iterator[tuple[str, str, Where, str]]:
+    value = _get(section, key)
+    if isinstance(value, str):
+        yield kind, value, (*at, key), remedy
+
+
+def _get(section: object, key: str) -> object:
+    return section.get(key) if isinstance(section, Mapping) else None
+
+
+def _list(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _normal(value: str) -> str:
+    """Return one spelling for addresses that are spelled differently and are the same."""
+    scheme, found, rest = value.partition("://")
+    if not found or scheme.lower() == "ipc":
+        return value
+    port = {"http": ":80", "https": ":443"}.get(scheme.lower(), "")
+    host, slash, path = rest.rstrip("/").partition("/")
+    host = re.sub(r"^localhost(?=:|$)", "127.0.0.1", host.lower()).removesuffix(port)
+    return f"{scheme.lower()}://{host}{slash}{path}"
 
 
 # An address, not a wildcard: the gateway dials.

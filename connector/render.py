@@ -23,9 +23,17 @@ import jinja2
 from connector import tokenizer
 from connector.model import ModelConfig
 from connector.template import ContentFormat, Template
-from connector.tokenizer import TokenizerError
+from connector.tokenizer import TemplateError, TokenizerError
 
-__all__ = ["Inexact", "Prepared", "RenderError", "Rendered", "Renderer", "TokenizerError"]
+__all__ = [
+    "Inexact",
+    "Prepared",
+    "RenderError",
+    "Rendered",
+    "Renderer",
+    "TemplateError",
+    "TokenizerError",
+]
 
 Message = dict[str, Any]
 
@@ -269,7 +277,7 @@ def _compiled(source: str | None) -> Template | None:
     try:
         return Template(source)
     except jinja2.TemplateError as error:
-        raise TokenizerError(f"the chat template is no Jinja template: {error}") from error
+        raise TemplateError(f"the chat template is no Jinja template: {error}") from error
 
 
 def _is_given(value: Any) -> bool:

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from connector.model import Algorithm, Section
+from connector.model import Algorithm, Section, is_segment
 
 MIB = 1024**2
 GIB = 1024**3
@@ -46,6 +46,8 @@ def parse_size(value: object) -> object:
     return int(float(number) * _UNITS[(unit or "").upper()])
 
 
+_IPV4 = re.compile(r"\d{1,3}(\.\d{1,3}){3}")
+
 Size = Annotated[int, BeforeValidator(parse_size)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -61,9 +63,7 @@ class MooncakeConfig(Section):
     metadata_server: str = Field(
         P2P, description="`P2PHANDSHAKE` or the metadata URL; the same in a whole fleet."
     )
-    master_server_address: str = Field(
-        pattern=r"^.+:\d+$", description="host:port of the master's RPC server."
-    )
+    master_server_address: str = Field(description="host:port of the master's RPC server.")
     protocol: Literal["rdma", "tcp"] = Field("rdma", description="How bytes travel.")
     device_name: str = Field("", description="RDMA devices, comma separated; empty finds them.")
     mode: Literal["embedded", "standalone-store"] = Field(
@@ -75,6 +75,13 @@ class MooncakeConfig(Section):
     local_buffer_size: Size = Field(gt=0, description="Bytes of each rank's transfer buffer.")
     enable_offload: bool = Field(False, description="Let the pool spill to SSD.")
     tenant_id: str = Field("default", min_length=1, description="Tenant that the keys belong to.")
+
+    @field_validator("master_server_address")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        if not re.fullmatch(r".+:\d+", value):
+            raise ValueError(f"{value!r} is no address; write HOST:PORT")
+        return value
 
     @field_validator("metadata_server")
     @classmethod
@@ -127,13 +134,20 @@ def kv_transfer_config(
 
 
 def kv_events_config(
-    *, port: int, replay_port: int | None = None, topic: str = "", buffer_steps: int | None = None
+    *,
+    port: int,
+    replay_port: int | None = None,
+    replay_host: str = "*",
+    topic: str = "",
+    buffer_steps: int | None = None,
 ) -> dict[str, Any]:
     """`--kv-events-config` for an engine that publishes on a port of its own.
 
-    Endpoints are written with `*`, which makes vLLM bind them; with a host name
-    it would connect. `buffer_steps` is how many batches a replay can reach back
-    (vLLM's default is 10,000).
+    The events' endpoint is written with `*`, which makes vLLM bind it, on all
+    addresses: with one address it would connect there instead
+    (`vllm/distributed/kv_events.py`). The replay's is always bound, so it can be
+    kept to `replay_host`, an IPv4 address. `buffer_steps` is how many batches a
+    replay can reach back (vLLM's default is 10,000).
     """
     config: dict[str, Any] = {
         "enable_kv_cache_events": True,
@@ -142,7 +156,7 @@ def kv_events_config(
         "topic": topic,
     }
     if replay_port is not None:
-        config["replay_endpoint"] = f"tcp://*:{replay_port}"
+        config["replay_endpoint"] = f"tcp://{replay_host}:{replay_port}"
     if buffer_steps is not None:
         config["buffer_steps"] = buffer_steps
     return config
@@ -229,7 +243,12 @@ class SharedSettings(Section):
         None, description="`--served-model-name`; null takes the model's basename."
     )
     tokenizer: Path | None = Field(
-        None, description="`--tokenizer`; null takes the model's directory."
+        None, description="`--tokenizer`, a directory; null takes the model's."
+    )
+    exact: bool = Field(
+        True,
+        description="What the gateway's configuration is to say: false where no tokenizer files "
+        "are at hand, so that it routes by text-block hashes and its own history.",
     )
     chat_template: Path | None = Field(None, description="`--chat-template`.")
     chat_template_content_format: Literal["auto", "string", "openai"] = Field(
@@ -319,17 +338,32 @@ class SharedSettings(Section):
         return self
 
 
+def _engine_id(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", value):
+        raise ValueError(
+            f"{value!r} cannot be an engine's id: write letters, digits and . _ - only"
+        )
+    return value
+
+
+def _segment(value: str) -> str:
+    if not is_segment(value):
+        raise ValueError(f"{value!r} is no segment's name; write HOST:PORT")
+    return value
+
+
 class EngineSettings(SharedSettings):
     """One vLLM server with the MooncakeStoreConnector."""
 
-    id: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the engine in this fleet.")
+    id: Annotated[str, AfterValidator(_engine_id)] = Field(
+        description="Name of the engine in this fleet."
+    )
     model: str = Field(min_length=1, description="vLLM's `--model`.")
     port: Port = Field(description="Port of its HTTP server.")
     events_port: Port | None = Field(None, description="Port of its KV events; null: none.")
     replay_port: Port | None = Field(None, description="Port of the event replay; null: none.")
-    segment: str | None = Field(
+    segment: Annotated[str, AfterValidator(_segment)] | None = Field(
         None,
-        pattern=r"^[^:\s]+:\d+$",
         description="Name of its segment of the pool, host:port "
         "(`MOONCAKE_REQUESTER_LOCAL_HOSTNAME`). The host parts must differ for local_first to "
         "tell engines of one host apart: 127.0.0.2, 127.0.0.3...; null: Mooncake names it.",
@@ -392,8 +426,19 @@ class EngineSettings(SharedSettings):
         if self.events_port is None:
             return None
         return kv_events_config(
-            port=self.events_port, replay_port=self.replay_port, topic=f"kv@{self.id}"
+            port=self.events_port,
+            replay_port=self.replay_port,
+            replay_host=self.replay_host,
+            topic=f"kv@{self.id}",
         )
+
+    @property
+    def replay_host(self) -> str:
+        """Where its event replay is bound: its own address, or `*` where ZMQ cannot bind that."""
+        if self.host == "localhost":
+            return "127.0.0.1"
+        # ZMQ binds no host names, and IPv6 addresses only on sockets made for them.
+        return self.host if _IPV4.fullmatch(self.host) else "*"
 
     def argv(self, python: str | Path = "python") -> list[str]:
         """Its command line, `python` being the interpreter that has vLLM."""

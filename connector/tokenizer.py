@@ -13,6 +13,8 @@ anything else a comparison with an engine's `/render` has the last word.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +52,27 @@ _OWN_RENDERERS = frozenset(
 )
 
 
+FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*",
+)
+"""What a tokenizer directory is read from, as patterns; tokenizer.json must be there."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
 class TokenizerError(ValueError):
     """A tokenizer directory that cannot be read or used."""
+
+
+class TemplateError(TokenizerError):
+    """A chat template that cannot be read or used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +98,8 @@ class TokenizerFiles:
 def load(directory: Path) -> TokenizerFiles:
     """Read a tokenizer directory. Raises TokenizerError where that fails."""
     path = directory / "tokenizer.json"
+    if not directory.is_dir():
+        raise TokenizerError(f"there is no directory {directory}; {_remedy(directory)}")
     if not path.is_file():
         raise TokenizerError(
             f"{directory} has no tokenizer.json; name the directory that the engines take "
@@ -85,7 +108,10 @@ def load(directory: Path) -> TokenizerFiles:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
-        raise TokenizerError(f"{path} cannot be read: {error}") from error
+        raise TokenizerError(
+            f"{path} cannot be read: {error}; copy it anew from where the engines have it, or set "
+            "`exact: false`"
+        ) from error
     config = _json(directory / "tokenizer_config.json")
     named, extra = _special_tokens(directory, config)
     _add_tokens(tokenizer, _declared(directory, path, config, named, extra), named, extra)
@@ -102,6 +128,31 @@ def load(directory: Path) -> TokenizerFiles:
         templates=_templates(directory, config),
         own_chat=own_chat,
         own_text=own_text,
+    )
+
+
+def is_hub_id(name: str) -> bool:
+    """Tell whether a name could be a model's on the Hugging Face Hub: `org/name`."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def download(hub_id: str, directory: Path) -> str:
+    """Return the command that brings a model's tokenizer files, and nothing else of it."""
+    return f"hf download {hub_id} {shlex.join(FILES)} --local-dir {directory}"
+
+
+def _remedy(directory: Path) -> str:
+    """Return what to do about a tokenizer directory that is not there."""
+    name = "/".join(directory.parts[-2:])
+    # A path was made of the id; where the part before the slash is a folder, it was none.
+    if is_hub_id(name) and not directory.parent.exists() and directory.parent.parent.exists():
+        return (
+            f"if {name} is a model on the Hugging Face Hub, download its tokenizer files first, "
+            f"as nothing is downloaded here: `{download(name, directory)}`, or set `exact: false`"
+        )
+    return (
+        "name the directory that the engines take their tokenizer from, download its files "
+        f"(`{download('ORG/NAME', directory)}`), or set `exact: false`"
     )
 
 
@@ -221,11 +272,11 @@ def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_template(path: Path) -> str:
-    """Read a chat template's file. Raises TokenizerError where that fails."""
+    """Read a chat template's file. Raises TemplateError where that fails."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"chat template {path} cannot be read: {error}") from error
+        raise TemplateError(f"chat template {path} cannot be read: {error}") from error
 
 
 def _own_rendering(directory: Path) -> tuple[str | None, str | None]:

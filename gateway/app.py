@@ -13,13 +13,14 @@ import zmq.asyncio
 
 import policies as _registered  # noqa: F401 - importing it fills the registry of policies
 from connector.blocks import Hasher, HashingError
+from connector.document import Fault
 from connector.model import ModelConfig
 from connector.pool import KeySchema, PoolError
-from connector.render import TokenizerError
+from connector.render import TemplateError, TokenizerError
 from gateway.api.admin import admin_app
 from gateway.api.data import Readiness, data_app
 from gateway.api.inference import Inference, Settings
-from gateway.config import ConfigError, GatewayConfig, engine_key
+from gateway.config import Faulty, GatewayConfig, engine_key
 from gateway.fleet.engine import Engine
 from gateway.fleet.fleet import Fleet
 from gateway.index.breaker import State
@@ -55,37 +56,57 @@ _AFTER_RESTART = (
 )
 
 
-class ModelFault(ConfigError):
-    """A model's configuration that cannot be used; `where` leads to it from the top."""
-
-    def __init__(self, where: tuple[str | int, ...], message: str) -> None:
-        super().__init__(f"{'.'.join(map(str, where))}: {message}")
-        self.where = where
-        self.message = message
-
-
 def readers(config: GatewayConfig, threads: Threads) -> dict[str, PromptReader]:
     """Load every model's tokenizer and template.
 
     Raises:
-        ModelFault: for what cannot be loaded, or hashes that cannot be reproduced.
+        Faulty: for what cannot be loaded, or hashes that cannot be reproduced.
     """
-    loaded = {}
+    loaded: dict[str, PromptReader] = {}
+    found: list[Fault] = []
     for position, model in enumerate(config.models):
         try:
-            loaded[model.name] = PromptReader(model, threads)
-        except (TokenizerError, OSError) as error:
-            raise ModelFault(("models", position, "tokenizer"), str(error)) from error
-        if model.pool is not None:
-            try:
-                KeySchema(model.pool.key, model.name)
-            except PoolError as error:
-                raise ModelFault(("models", position, "pool", "key"), str(error)) from error
-        if model.hashing.algorithm != "auto":
-            try:
-                Hasher(model.hashing.algorithm, 16, model.hashing.seed)
-            except HashingError as error:
-                raise ModelFault(("models", position, "hashing"), str(error)) from error
+            loaded[model.name] = reader(position, model, threads)
+        except Faulty as error:
+            found += error.faults
+    if found:
+        raise Faulty(found)
+    return loaded
+
+
+def reader(position: int, model: ModelConfig, threads: Threads) -> PromptReader:
+    """Load one model's tokenizer and template; `position` is its place in `models`.
+
+    Raises:
+        Faulty: with all that cannot be loaded, and hashes that cannot be reproduced.
+    """
+    at = ("models", position)
+    found: list[Fault] = []
+    template = model.chat_template
+    loaded = None
+    if template is not None and not template.is_file():
+        message = f"there is no file {template}; name the engines' --chat-template, or remove it"
+        found.append(Fault((*at, "chat_template"), message))
+        # What else its tokenizer may be blamed for is told without it.
+        model = model.model_copy(update={"chat_template": None})
+    try:
+        loaded = PromptReader(model, threads)
+    except (TokenizerError, OSError) as error:
+        is_template = isinstance(error, TemplateError) and model.chat_template is not None
+        key = "chat_template" if is_template else "tokenizer"
+        found.append(Fault((*at, key), str(error)))
+    if model.pool is not None:
+        try:
+            KeySchema(model.pool.key, model.name)
+        except PoolError as error:
+            found.append(Fault((*at, "pool", "key"), str(error)))
+    if model.hashing.algorithm != "auto":
+        try:
+            Hasher(model.hashing.algorithm, 16, model.hashing.seed)
+        except HashingError as error:
+            found.append(Fault((*at, "hashing", "algorithm"), str(error)))
+    if found or loaded is None:
+        raise Faulty(found)
     return loaded
 
 

@@ -10,10 +10,13 @@ from typing import Annotated, NoReturn
 import typer
 
 import policies as _registered  # noqa: F401 - importing it fills the registry of policies
-from gateway.app import ModelFault, readers
-from gateway.config import ConfigError, GatewayConfig, engine_key, fault_at, load
+from connector import version
+from connector.document import Fault
+from gateway.app import reader
+from gateway.config import ConfigError, Faulty, Upstream, engine_key
 from gateway.emulate import Emulated, fleet
 from gateway.prompt.reader import Threads
+from gateway.reading import Reading
 from gateway.reference import markdown
 from gateway.serve import Serving, run
 
@@ -23,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="An OpenAI-compatible front door for a fleet of vLLM engines that share a Mooncake pool.",
 )
+app.callback()(version.options)
 
 # Long enough for some prefix blocks.
 _LONG = "Read the file, change its third line and run the tests. " * 8
@@ -67,11 +71,13 @@ def serve(
 
 
 def _serve(config: Path, on_serving: Serving | None = None) -> None:
-    settings = _load(config)
+    reading = _read(config)
+    if reading.config is None:
+        _fail(reading.error([*reading.faults, *faults_beyond(reading)]))
     try:
-        run(settings, config, on_serving)
-    except ModelFault as fault:
-        _fail(fault_at(config, fault.where, fault.message))
+        run(reading.config, config, on_serving)
+    except Faulty as error:
+        _fail(reading.error(error.faults))
     except ConfigError as error:
         _fail(error)
 
@@ -112,17 +118,11 @@ def check(config: ConfigPath = Path("gateway.yaml")) -> None:
     variables it refers to. Exits with 0 if it can be used, else with 2 and a
     line for each fault: file, line, key, what is wrong and what would be right.
     """
-    settings = _load(config)
-    threads = Threads()
-    try:
-        readers(settings, threads)
-        engine_key(settings.upstream)
-    except ModelFault as fault:
-        _fail(fault_at(config, fault.where, fault.message))
-    except ConfigError as error:
-        _fail(error)
-    finally:
-        threads.shutdown()
+    reading = _read(config)
+    found = [*reading.faults, *faults_beyond(reading)]
+    if found or reading.config is None:
+        _fail(reading.error(found))
+    settings = reading.config
     engines = sum(len(model.engines) for model in settings.models)
     typer.echo(
         f"{config}: ok: {len(settings.models)} model(s), {engines} engine(s), "
@@ -136,11 +136,34 @@ def reference() -> None:
     typer.echo(markdown(), nl=False)
 
 
-def _load(path: Path) -> GatewayConfig:
+def _read(path: Path) -> Reading:
     try:
-        return load(path)
+        return Reading(path)
     except ConfigError as error:
         _fail(error)
+
+
+def faults_beyond(reading: Reading) -> list[Fault]:
+    """Return the faults of what the file names: tokenizers, templates, variables.
+
+    What can be judged is judged even where the file itself has faults.
+    """
+    found: list[Fault] = []
+    threads = Threads()
+    for position, model in reading.models.items():
+        try:
+            reader(position, model, threads)
+        except Faulty as error:
+            found += error.faults
+    threads.shutdown()
+    upstream = reading.data.get("upstream")
+    variable = upstream.get("api_key_env") if isinstance(upstream, dict) else None
+    if isinstance(variable, str):
+        try:
+            engine_key(Upstream(api_key_env=variable))
+        except Faulty as error:
+            found += error.faults
+    return found
 
 
 def _fail(error: ConfigError) -> NoReturn:

@@ -1,28 +1,22 @@
-"""`gateway.yaml`: every setting, its default and meaning; errors that name line and remedy.
+"""`gateway.yaml`: every setting, its default and meaning, and what must fit together.
 
 The `models:` section is defined in `connector/model.py`, since the connector's
-tools read it too. Environment variables `MOONCAKE_GATEWAY_<SECTION>__<KEY>`
-override the file.
+tools read it too. How a file and the environment become a configuration is
+`reading.py`'s.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal, Self, get_args
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
+from pydantic import Field, ValidationError, model_validator
 
-from connector.model import ModelConfig, Section
+from connector import document, wording
+from connector.document import Fault, Where
+from connector.model import ModelConfig, Section, collisions
 from policies import base
 
 ENV_PREFIX = "MOONCAKE_GATEWAY_"
@@ -90,17 +84,8 @@ class Log(Section):
     access: bool = Field(True, description="One line for every request.")
 
 
-class GatewayConfig(BaseSettings):
+class GatewayConfig(Section):
     """The whole configuration of `mooncake-gateway serve`."""
-
-    model_config = SettingsConfigDict(
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        env_prefix=ENV_PREFIX,
-        env_nested_delimiter="__",
-        env_parse_none_str="null",
-    )
 
     listen: Listen = Field(Listen(), description="The data plane's listener.")
     admin: Admin = Field(Admin(), description="The admin listener.")
@@ -134,39 +119,9 @@ class GatewayConfig(BaseSettings):
     )
     models: tuple[ModelConfig, ...] = Field(min_length=1, description="The served models.")
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Let the environment override the file, which arrives as keyword arguments."""
-        return env_settings, init_settings
-
-    @field_validator("policy")
-    @classmethod
-    def _policy_exists(cls, value: str) -> str:
-        base.options(value)
-        return value
-
-    @field_validator("policies")
-    @classmethod
-    def _options_fit(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        for name, options in value.items():
-            base.create(name, options)
-        return value
-
     @model_validator(mode="after")
-    def _unique(self) -> Self:
-        names = [model.name for model in self.models]
-        if twice := _repeated(names):
-            raise ValueError(f"model {twice!r} occurs twice; names must be unique")
-        ids = [engine.id for model in self.models for engine in model.engines]
-        if twice := _repeated(ids):
-            raise ValueError(f"engine id {twice!r} occurs in two models; ids must be unique")
+    def _consistent(self) -> Self:
+        wording.collision(inconsistencies(self.model_dump()))
         return self
 
 
@@ -174,146 +129,93 @@ class ConfigError(Exception):
     """A configuration that cannot be used; its text names file, line, key and remedy."""
 
 
-def load(path: Path) -> GatewayConfig:
-    """Read and validate a configuration file; relative paths in it are taken from its folder.
+class Faulty(ConfigError):
+    """Values that cannot be used, each with its place in the configuration."""
 
-    Raises:
-        ConfigError: with one line per fault.
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("\n".join(map(document.say, self.faults)))
+
+
+def inconsistencies(data: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield what the types of single values do not tell: names without an owner, collisions.
+
+    `data` is a configuration as plain data, checked or not: what is not of the
+    type that it should be is passed over, so that one fault does not hide another.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    try:
-        data = yaml.safe_load(text)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: must be a mapping of settings, e.g. `models: [...]`")
-    try:
-        config = GatewayConfig(**{str(key): value for key, value in data.items()})
-    except SettingsError as error:
-        raise ConfigError(
-            f"the environment: {error}: a section is set as JSON, or key by key with "
-            f"{ENV_PREFIX}<SECTION>__<KEY>"
-        ) from error
-    except ValidationError as error:
-        raise ConfigError("\n".join(_faults(path, node, error))) from error
-    return config.model_copy(
-        update={"models": tuple(_rooted(model, path.parent) for model in config.models)}
-    )
+    policy = data.get("policy")
+    if isinstance(policy, str) and (unknown := _no_policy(policy)):
+        yield Fault(("policy",), unknown)
+    given = data.get("policies")
+    for name, options in given.items() if isinstance(given, Mapping) else ():
+        if unknown := _no_policy(str(name)):
+            yield Fault(("policies", name), unknown)
+        elif isinstance(options, Mapping) and all(isinstance(key, str) for key in options):
+            for option, message in base.faults(name, options):
+                where = ("policies", name) if option is None else ("policies", name, option)
+                yield Fault(where, message)
+    yield from _same_port(data)
+    yield from collisions(data.get("models"))
 
 
-def fault_at(path: Path, where: tuple[str | int, ...], message: str) -> ConfigError:
-    """Return an error about the value at `where` that shows only when the value is used."""
-    node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    line, _ = _line(node, where)
-    return ConfigError(f"{path}:{line}: {'.'.join(map(str, where))}: {message}")
+def _no_policy(name: str) -> str | None:
+    try:
+        base.options(name)
+    except base.PolicyError as error:
+        return str(error)
+    return None
+
+
+def _same_port(data: Mapping[str, Any]) -> Iterator[Fault]:
+    try:
+        listen = Listen.model_validate(data.get("listen", {}))
+        admin = Admin.model_validate(data.get("admin", {}))
+    except ValidationError:
+        return  # told as what it is
+    one, other = _host(listen.host), _host(admin.host)
+    if listen.port and listen.port == admin.port and (one == other or None in (one, other)):
+        places: list[Where] = [("listen", "port"), ("admin", "port")]
+        told = [where for where in places if document.holds(data, where)]
+        yield Fault(
+            told[-1] if told else ("admin",),
+            f"listen and admin would both bind port {admin.port}",
+            "give each a port of its own",
+            told[0] if len(told) > 1 else None,
+        )
+
+
+def _host(name: str) -> str | None:
+    """Return an address to compare with another; None for all of them."""
+    if name in ("", "*", "0.0.0.0", "::"):
+        return None
+    return "127.0.0.1" if name == "localhost" else name
 
 
 def engine_key(upstream: Upstream) -> str | None:
     """Return the engines' API key from the environment.
 
     Raises:
-        ConfigError: if the configuration names a variable that is not set.
+        Faulty: if the configuration names a variable that is not set.
     """
     if upstream.api_key_env is None:
         return None
     key = os.environ.get(upstream.api_key_env)
-    if not key:
-        raise ConfigError(
-            f"upstream.api_key_env names {upstream.api_key_env!r}, which is not set; "
+    message = None
+    if not re.fullmatch(r"[A-Za-z_]\w*", upstream.api_key_env, re.ASCII):
+        # Not shown: it may be the key.
+        message = (
+            "must be the name of an environment variable that holds the key, not the key itself"
+        )
+    elif not key:
+        message = (
+            f"names the environment variable {upstream.api_key_env!r}, which is not set; "
             "export it, or remove the setting to pass the clients' keys on"
         )
-    if not key.isascii() or not key.isprintable():
-        raise ConfigError(f"the key in {upstream.api_key_env!r} does not fit into a header")
+    elif not key.isascii() or not key.isprintable():
+        message = (
+            f"the key in {upstream.api_key_env!r} does not fit into a header; export one of "
+            "printable ASCII characters"
+        )
+    if message:
+        raise Faulty([Fault(("upstream", "api_key_env"), message)])
     return key
-
-
-def _rooted(model: ModelConfig, folder: Path) -> ModelConfig:
-    paths = {"tokenizer": model.tokenizer, "chat_template": model.chat_template}
-    return model.model_copy(
-        update={key: folder / path for key, path in paths.items() if path is not None}
-    )
-
-
-def _repeated(names: list[str]) -> str | None:
-    return next((name for name in names if names.count(name) > 1), None)
-
-
-def _faults(path: Path, node: yaml.Node | None, error: ValidationError) -> Iterator[str]:
-    """Yield a line per key at fault: what a fault deeper in causes above is left out."""
-    found = error.errors()
-    said: dict[tuple[int, str], list[str]] = {}
-    for fault in found:
-        where = tuple(fault["loc"])
-        if any(len(f["loc"]) > len(where) and f["loc"][: len(where)] == where for f in found):
-            continue
-        line, key, message = _describe(node, fault)
-        said.setdefault((line, key), []).append(message)
-    for (line, key), messages in sorted(said.items()):
-        yield f"{path}:{line}: {key + ': ' if key else ''}{', or: '.join(messages)}"
-
-
-def _describe(node: yaml.Node | None, fault: Mapping[str, Any]) -> tuple[int, str, str]:
-    where = tuple(fault["loc"])
-    # Unions put the tried branch's name behind the key; only what stands in the file counts.
-    line, depth = _line(node, where)
-    known = where[:depth] if fault["type"] != "missing" else where
-    key = ".".join(str(part) for part in known)
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    if fault["type"] == "extra_forbidden":
-        fields = list(_fields(where[:-1]))
-        close = difflib.get_close_matches(str(where[-1]), fields, n=1)
-        message = "unknown key"
-        message += f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(fields)}"
-        key = ".".join(str(part) for part in where)
-    elif fault["type"] == "missing":
-        message = "is required"
-    elif fault["type"] not in ("value_error", "extra_forbidden"):
-        message += f" (given: {_short(fault['input'])})"
-    return line, key, message
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _line(node: yaml.Node | None, where: tuple[str | int, ...]) -> tuple[int, int]:
-    """Return the line of the deepest part of `where` that the file holds, and its depth."""
-    line, depth = 1, 0
-    for part in where:
-        below: yaml.Node | None = None
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                if key.value == str(part):
-                    line, below = key.start_mark.line + 1, value
-        elif (
-            isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value)
-        ):
-            below = node.value[part]
-            line = below.start_mark.line + 1
-        if below is None:
-            break
-        node, depth = below, depth + 1
-    return line, depth
-
-
-def _fields(where: tuple[str | int, ...]) -> Iterator[str]:
-    """Yield the known keys of the section at `where`."""
-    section: type[BaseModel] | None = GatewayConfig
-    for part in where:
-        if isinstance(part, int) or section is None:
-            continue
-        info = section.model_fields.get(part)
-        section = _section_in(info.annotation) if info else None
-    if section:
-        yield from section.model_fields
-
-
-def _section_in(annotation: object) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, (_section_in(part) for part in get_args(annotation))), None)

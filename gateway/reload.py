@@ -13,9 +13,9 @@ from pathlib import Path
 from watchfiles import awatch
 
 from gateway.app import Gateway
-from gateway.config import ConfigError, load
+from gateway.config import ConfigError, Faulty
+from gateway.reading import Reading
 from gateway.telemetry import log as logs
-from policies.base import PolicyError
 
 log = logging.getLogger("gateway.reload")
 
@@ -33,9 +33,13 @@ class Reloader:
         self._seen = _content(self._path)
         gateway, metrics = self._gateway, self._gateway.metrics
         try:
-            config = load(self._path)
-            later = gateway.apply(config)
-        except (ConfigError, PolicyError) as error:
+            reading = Reading(self._path)
+            config = reading.accepted()
+            try:
+                later = gateway.apply(config)
+            except Faulty as error:
+                raise reading.error(error.faults) from error
+        except ConfigError as error:
             gateway.reload_error = str(error)
             metrics.reloaded("refused")
             log.error("the configuration is not reloaded: %s", error)

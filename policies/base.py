@@ -411,17 +411,75 @@ def create(name: str, given: Mapping[str, Any] | None = None, *, seed: int = 0) 
     return cls(**values, seed=seed)
 
 
+def faults(name: str, given: Mapping[str, Any]) -> list[tuple[str | None, str]]:
+    """Return what `create` would refuse: each option at fault, and what is wrong with it.
+
+    The option is None for options that do not go together.
+
+    Raises:
+        PolicyError: if there is no such policy.
+    """
+    _find(name)
+    told = _refusal(name, given)
+    if told is None:
+        return []
+    alone = [(key, _refusal(name, {key: value})) for key, value in given.items()]
+    return [(key, text) for key, text in alone if text is not None] or [(None, told)]
+
+
+def from_text(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with texts read as what the options are, as environment variables need it.
+
+    A text that cannot be read so, and all else, is left as it is: `create` has
+    the last word.
+    """
+    defaults = options(name) if name in _REGISTRY else {}
+    return {
+        key: _read(value, type(defaults.get(key))) if isinstance(value, str) else value
+        for key, value in given.items()
+    }
+
+
+def _read(text: str, kind: type) -> object:
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.strip().lower(), text)
+    if kind not in (int, float):
+        return text
+    try:
+        number: object = kind(text)
+    except ValueError:
+        return text
+    return number
+
+
+def _refusal(name: str, given: Mapping[str, Any]) -> str | None:
+    try:
+        create(name, given)
+    except PolicyError as error:
+        return str(error)
+    return None
+
+
 def _fit(name: str, key: str, value: object, kind: type) -> object:
     # YAML writes 2 where a float is meant, and True is no number.
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 1e300:
         value = float(value)
     if type(value) is not kind:
         raise PolicyError(
-            f"policy {name!r}: option {key!r} must be {kind.__name__}, not {type(value).__name__}"
+            f"policy {name!r}: option {key!r} must be {_KINDS.get(kind, kind.__name__)}, "
+            f"not {value!r:.60}"
         )
     if isinstance(value, float) and not math.isfinite(value):
         raise PolicyError(f"policy {name!r}: option {key!r} must be a finite number, not {value}")
     return value
+
+
+_KINDS: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+}
 
 
 def _find(name: str) -> type[BasePolicy]:

@@ -1,7 +1,9 @@
 """`mooncake-connector`: what it prints and how it exits."""
 
+import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -85,6 +87,17 @@ def test_help_teaches() -> None:
     assert "Ctrl-C exits with 130" in " ".join(output.replace("│", " ").split())
 
 
+def test_version() -> None:
+    status, output = call("--version")
+    assert status == 0
+    assert output.split()[-1] == importlib.metadata.version("mooncake-gateway")
+
+
+def test_the_reference_in_the_docs_is_what_the_command_prints() -> None:
+    written = Path(__file__).parents[2] / "docs" / "fleet.md"
+    assert call("reference") == (0, written.read_text())
+
+
 def test_config_prints_what_is_handed(fleet_file: Path, tmp_path: Path) -> None:
     status, output = call("config", fleet_file)
     assert status == 0
@@ -95,11 +108,24 @@ def test_config_prints_what_is_handed(fleet_file: Path, tmp_path: Path) -> None:
     assert ModelConfig.model_validate(models[0]).name == "tiny"
 
 
+def test_config_says_what_to_do_without_tokenizer_files(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("engines:\n- {id: a, port: 8101, model: org/tiny}\n")
+    result = CliRunner().invoke(app, ["config", str(path)])
+    assert result.exit_code == 0
+    assert "warning: the gateway cannot be exact for org/tiny yet" in result.stderr
+    assert "hf download org/tiny config.json tokenizer.json" in result.stderr
+    written = result.stdout.partition("# gateway.yaml\n")[2]
+    assert re.search(r"# TODO: .*hf download org/tiny .*\n  tokenizer: org/tiny\n", written)
+    [model] = yaml.safe_load(written)["models"]
+    assert ModelConfig.model_validate(model).exact
+
+
 @pytest.mark.parametrize("command", ["up", "config"])
 def test_wrong_fleet_file_is_a_usage_error(tmp_path: Path, command: str) -> None:
     status, output = call(command, tmp_path / "none.yaml")
     assert status == 2
-    assert "cannot read" in output
+    assert "cannot be read" in output
     assert "Traceback" not in output
 
 

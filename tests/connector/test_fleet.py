@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import yaml
 
-from connector.fleet import FleetError, FleetFile, gateway_models, load
+from connector.fleet import (
+    FleetError,
+    FleetFile,
+    gateway_models,
+    guessed_ranks,
+    load,
+    without_tokenizer,
+)
 from connector.model import ModelConfig
 
 
@@ -43,31 +50,55 @@ def test_a_validated_fleet_survives_json() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not YAML"),
-        ("- a", "top level must be a mapping"),
-        (fleet(mastr={}), "mastr: unknown key"),
-        (fleet(engine={"model": "m", "blok_size": 32}), r"\n  engine.blok_size: unknown key$"),
-        (fleet(engine={}), r"engines.0.model: Field required"),
-        (fleet(engines=[]), "engines: "),
-        (fleet(engines=[{"id": "a"}]), "engines.0.port: Field required"),
+        ("{", r"fleet.yaml:1: is not YAML"),
+        ("- a", "must be a mapping of settings"),
+        (fleet(mastr={}), r"mastr: unknown key; did you mean 'master'"),
+        (
+            fleet(engine={"model": "m", "blok_size": 32}),
+            r"\A\S+:\d+: engine.blok_size: unknown key; did you mean 'block_size'\?\Z",
+        ),
+        (fleet(engine={}), r"engines.0.model: is required"),
+        (fleet(engines=[]), "engines: must have at least 1 entry"),
+        (
+            fleet(engine={"model": "m", "dtype": 1}),
+            r"\A\S+:\d+: engine.dtype: must be text[^\n]*\Z",
+        ),
+        (
+            fleet(engine={"model": "m", "device": "cpu", "block_size": 48}),
+            r"\A\S+:\d+: engine: block_size 48 is not a multiple of 32, as a CPU needs\Z",
+        ),
+        (
+            "engine: {model: m}\nengines:\n- {id: a, port: 1}\n- {id: b, port: 1, port: 2}\n",
+            r"fleet.yaml:4: engines.1.port: is given 2 times, in lines 4 and 4",
+        ),
+        (
+            "engine: {model: m}\nengines:\n- {id: a, port: 1}\n- {id: b, port: 1}\n",
+            r"fleet.yaml:4: engines.1.port: port 1 is given again "
+            r"\(first: engines.0.port at \S+fleet.yaml:3\); take another",
+        ),
+        (
+            fleet(engines=[{"id": "a", "port": 1, "segment": "h"}]),
+            "segment: 'h' is no .* HOST:PORT",
+        ),
+        (fleet(engines=[{"id": "a"}]), "engines.0.port: is required"),
         (fleet(engines=[{"id": "a/b", "port": 1}]), "engines.0.id"),
         (
             fleet(engines=[{"id": "a", "port": 8101}, {"id": "a", "port": 8102}]),
-            "engine id a is given 2 times",
+            r"engines.1.id: engine id a is given again \(first: engines.0.id at",
         ),
         (
             fleet(engines=[{"id": "a", "port": 9003}]),
-            r"port 9003 is given 2 times \(master http_port, engine a port\)",
+            r"engines.0.port: port 9003 is given again \(first: master.http_port at",
         ),
         (
             fleet(engines=[{"id": n, "port": p, "lookup_rpc_port": 1} for n, p in ("a1", "b2")]),
-            "lookup_rpc_port 1 is given 2 times",
+            "engines.1.lookup_rpc_port: lookup_rpc_port 1 is given again",
         ),
         (
             fleet(
                 engines=[{"id": n, "port": p, "segment": "127.0.0.2:1"} for n, p in ("a1", "b2")]
             ),
-            "segment 127.0.0.2:1 is given 2 times",
+            "engines.1.segment: segment 127.0.0.2:1 is given again",
         ),
     ],
 )
@@ -77,7 +108,7 @@ def test_wrong_files_are_named_by_place(tmp_path: Path, content: object, message
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FleetError, match="cannot read"):
+    with pytest.raises(FleetError, match=r"none.yaml: cannot be read: No such file"):
         load(tmp_path / "none.yaml")
 
 
@@ -111,11 +142,32 @@ def test_gateway_section_follows_from_the_fleet(tmp_path: Path) -> None:
     assert (b.events, b.segments) == (None, ("127.0.0.3:17102",))
 
 
-def test_a_model_by_name_is_not_exact() -> None:
-    [section] = gateway_models(FleetFile.model_validate(fleet()))
+def test_a_model_without_files_here_stays_exact_unless_told_otherwise() -> None:
+    fleet_file = FleetFile.model_validate(fleet())
+    [section] = gateway_models(fleet_file)
     parsed = ModelConfig.model_validate(section)
-    assert not parsed.exact
-    assert parsed.name == "tiny"
+    assert (parsed.exact, section["tokenizer"], parsed.name) == (True, "org/tiny", "tiny")
+    [(name, remedy)] = without_tokenizer(fleet_file).items()
+    assert name == "org/tiny"
+    assert "`hf download org/tiny config.json tokenizer.json" in remedy
+    assert "set `exact: false`" in remedy
+    content = fleet()
+    content["engine"] |= {"exact": False}
+    told = FleetFile.model_validate(content)
+    [section] = gateway_models(told)
+    assert (section["exact"], "tokenizer" in section) == (False, False)
+    assert without_tokenizer(told) == {}
+
+
+def test_a_directory_that_is_not_there_is_named_as_a_path(tmp_path: Path) -> None:
+    content = fleet()
+    content["engine"] |= {"model": str(tmp_path / "none")}
+    fleet_file = FleetFile.model_validate(content)
+    assert gateway_models(fleet_file)[0]["tokenizer"] == str(tmp_path / "none")
+    assert f"--local-dir {tmp_path}/none`" in without_tokenizer(fleet_file)[f"{tmp_path}/none"]
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "tokenizer.json").touch()
+    assert without_tokenizer(fleet_file) == {}
 
 
 def test_two_models_in_one_fleet() -> None:
@@ -151,8 +203,11 @@ def test_ranks_that_store(tmp_path: Path, config: str | None, ranks: int) -> Non
         engine={"model": str(tmp_path), "tensor_parallel_size": 4},
         engines=[{"id": "a", "port": 8101}],
     )
-    [section] = gateway_models(FleetFile.model_validate(content))
+    fleet_file = FleetFile.model_validate(content)
+    [section] = gateway_models(fleet_file)
     assert section["pool"]["key"]["ranks"]["tp"] == ranks
+    # Without the model's config.json it is a guess, and said to be one.
+    assert ("ranks.tp is taken for 4" in "".join(guessed_ranks(fleet_file))) == (config is None)
 
 
 def test_the_example_is_a_fleet() -> None:

@@ -77,9 +77,10 @@ def test_urls_lose_their_last_slash_and_must_be_http() -> None:
     [
         ({"tokenizer": None}, "set `exact: false`"),
         ({"engines": []}, "at least 1"),
-        ({"engines": [ENGINE, ENGINE]}, "'a' occurs twice"),
+        ({"engines": [ENGINE, ENGINE]}, "'a' is given again"),
         ({"engines": [ENGINE | {"replay": "tcp://h:1"}]}, "without `events`"),
-        ({"engines": [ENGINE | {"id": "a b"}]}, "pattern"),
+        ({"engines": [ENGINE | {"id": "a b"}]}, "write letters, digits"),
+        ({"engines": [ENGINE | {"segments": ["h"]}]}, "write HOST:PORT"),
         ({"hashing": {"algorithm": "md5"}}, "sha256_cbor"),
         ({"hashing": {"block_size": 0}}, "greater than or equal to 1"),
         ({"pool": {"master": "http://h", "deadline": 0}}, "greater than 0"),

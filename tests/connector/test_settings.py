@@ -82,6 +82,28 @@ def test_events_are_bound_and_replayed() -> None:
     assert "replay_endpoint" not in kv_events_config(port=5557)
 
 
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("10.0.0.2", "10.0.0.2"),
+        ("0.0.0.0", "0.0.0.0"),
+        ("localhost", "127.0.0.1"),
+        ("node-3.example", "*"),
+        ("::1", "*"),
+    ],
+)
+def test_the_replay_is_bound_to_the_engines_own_address(host: str, bound: str) -> None:
+    engine = EngineSettings(
+        id="a", model="m", host=host, port=8101, events_port=5557, replay_port=6557
+    )
+    events = engine.kv_events_config()
+    assert events is not None
+    # With one address vLLM would connect there instead of binding it.
+    assert events["endpoint"] == "tcp://*:5557"
+    assert events["replay_endpoint"] == f"tcp://{bound}:6557"
+
+
 def test_mooncake_sizes_are_explicit_bytes() -> None:
     made = engine(global_segment_size="256MB", local_buffer_size="64MB", protocol="tcp")
     config = made.mooncake_config(MasterSettings(rpc_port=1234, metadata_port=8080)).as_json()

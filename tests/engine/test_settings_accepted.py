@@ -123,7 +123,10 @@ def test_events_config_is_taken(accepted: dict[str, Any]) -> None:
     events = accepted["events"]
     assert events["enable_kv_cache_events"] is True
     assert events["publisher"] == "zmq"
-    assert (events["endpoint"], events["replay_endpoint"]) == ("tcp://*:5557", "tcp://*:6557")
+    assert (events["endpoint"], events["replay_endpoint"]) == (
+        "tcp://*:5557",
+        "tcp://127.0.0.1:6557",
+    )
     assert events["topic"] == "kv@a"
 
 

@@ -190,6 +190,11 @@ async def test_sighup_reloads_and_a_bad_file_changes_nothing(served: Process) ->
         assert ready["ready"] is True
         assert "the changed configuration cannot be used" in ready["degraded"][0]
         assert (await client.post(f"{served.base}/v1/chat/completions", json=BODY)).is_success
+        served.path.write_text(good + "upstream: {api_key_env: NO_SUCH_KEY}\n")
+        line = good.count("\n") + 1
+        await served.until(
+            f"^the configuration is not reloaded: .*:{line}: upstream.api_key_env: .*is not set"
+        )
         served.path.write_text(good.replace("debug_headers: true", "debug_headers: false"))
         await served.until("^the configuration is reloaded")
         answer = await client.post(f"{served.base}/v1/chat/completions", json=BODY)
@@ -199,7 +204,7 @@ async def test_sighup_reloads_and_a_bad_file_changes_nothing(served: Process) ->
         entry = await served.until("^the configuration is reloaded")
         assert "SIGHUP" in str(entry["message"])
         page = (await client.get(f"{served.admin}/metrics")).text
-    assert 'mooncake_gateway_config_reloads_total{result="refused"} 1.0' in page
+    assert 'mooncake_gateway_config_reloads_total{result="refused"} 2.0' in page
     assert 'mooncake_gateway_config_reloads_total{result="applied"} 2.0' in page
 
 

@@ -107,11 +107,11 @@ def test_options_have_their_defaults_and_nothing_that_is_remembered() -> None:
         ("round_robin", {"bound": 2.0}, "no option 'bound'; known: none"),
         ("round_robin", {"_positions": {}}, "no option '_positions'"),
         ("random", {"seed": 3}, "no option 'seed'"),
-        ("session_affinity", {"bound": "2"}, "'bound' must be float, not str"),
-        ("session_affinity", {"bound": True}, "'bound' must be float, not bool"),
+        ("session_affinity", {"bound": "2"}, "'bound' must be a number, not '2'"),
+        ("session_affinity", {"bound": True}, "'bound' must be a number, not True"),
         ("session_affinity", {"bound": float("nan")}, "'bound' must be a finite number, not nan"),
         ("session_affinity", {"bound": 0.9}, "'bound' must be at least 1, not 0.9"),
-        ("pool_aware", {"doubling": 1.5}, "'doubling' must be int, not float"),
+        ("pool_aware", {"doubling": 1.5}, "'doubling' must be a whole number, not 1.5"),
         ("pool_aware", {"doubling": 0}, "'doubling' must be at least 1, not 0"),
         ("pool_aware", {"work": -1}, "'work' must be at least 0, not -1.0"),
         ("pool_aware", {"copies": 0}, "'copies' must be at least 1, not 0"),
@@ -121,6 +121,21 @@ def test_mistakes_are_named(name: str, given: dict[str, object], complaint: str)
     with pytest.raises(PolicyError) as caught:
         base.create(name, given)
     assert complaint in str(caught.value)
+
+
+def test_every_option_at_fault_is_named() -> None:
+    given = {"work": -1, "doubling": "x", "copies": 2, "wrk": 1.0}
+    assert [key for key, _ in base.faults("pool_aware", given)] == ["work", "doubling", "wrk"]
+    assert base.faults("pool_aware", {"copies": 3}) == []
+    with pytest.raises(PolicyError, match="no policy 'pool'"):
+        base.faults("pool", {})
+
+
+def test_texts_are_read_as_what_the_options_are() -> None:
+    given = {"work": "2", "doubling": "9", "copies": "1.5", "none": "1", "other": 3}
+    read = {"work": 2.0, "doubling": 9, "copies": "1.5", "none": "1", "other": 3}
+    assert base.from_text("pool_aware", given) == read
+    assert base.from_text("no_policy", given) == given
 
 
 def test_a_whole_number_will_do_where_a_float_is_meant() -> None:
