@@ -102,13 +102,17 @@ class Inference:
         except ClientLeft:
             trouble = "the client left before its body was whole"
         except ApiError as error:
-            status, trouble = error.status, str(error)
+            status, trouble = error.status, error.detail
             await answer_error(send, error, own)
         except UpstreamError as error:
             timeout = relay is not None and relay.status == 504
             fault = Fault.ENGINE_TIMEOUT if timeout else Fault.ENGINE_FAILED
-            answer = ApiError(fault, f"no engine gave an answer; the last one tried: {error}")
-            status, trouble = answer.status, str(error)
+            last = placement.record.engine if placement else "none"
+            answer = ApiError(
+                fault, f"no engine gave an answer; the last one tried, {last}: {error.cause}"
+            )
+            # Clients learn the engine's id, and never its address.
+            status, trouble = answer.status, f"{last}: {error}"
             await answer_error(send, answer, own)
         except StreamBroken as error:
             status, trouble = relay.status if relay else 502, str(error)
@@ -163,7 +167,7 @@ class Inference:
         except Rejected as error:
             raise ApiError(Fault.REJECTED, str(error)) from error
         except NoEngine as error:
-            raise ApiError(Fault.NO_ENGINE, str(error)) from error
+            raise ApiError(Fault.NO_ENGINE, str(error), detail=error.detail) from error
 
     def _outgoing(
         self,

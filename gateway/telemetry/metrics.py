@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway.telemetry.decisions import Record
+from policies.base import Ending
 
 PREFIX = "mooncake_gateway_"
 
@@ -58,6 +59,9 @@ class Metrics:
         )
         self._compared = counter(
             "compared_turns", "Turns whose engine reported cached tokens.", "model"
+        )
+        self._uncompared = counter(
+            "uncompared_turns", "Answered turns whose engine reported no cached tokens.", "model"
         )
         self._reported = counter(
             "reported_cached_tokens", "Cached tokens that the engines reported.", "model"
@@ -124,11 +128,12 @@ class Metrics:
             self._ttft.labels(record.model, record.policy).observe(record.ttft_seconds)
         for source, tokens in record.expected.items():
             self._expected.labels(record.model, source).inc(tokens)
-        if record.reported is None:
-            return
-        self._output.labels(record.model).inc(record.reported["output"] or 0)
-        cached = record.reported["cached"]
+        cached = record.reported["cached"] if record.reported else None
+        if record.reported is not None:
+            self._output.labels(record.model).inc(record.reported["output"] or 0)
         if cached is None:
+            if record.ending == Ending.DONE:
+                self._uncompared.labels(record.model).inc()
             return
         error = sum(record.expected.values()) - cached
         self._compared.labels(record.model).inc()
