@@ -22,13 +22,14 @@ from gateway.api.inference import Inference, Settings
 from gateway.config import ConfigError, GatewayConfig, engine_key
 from gateway.fleet.engine import Engine
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.metrics import RankLoad
 from gateway.index.breaker import State
 from gateway.index.device import DeviceIndex
 from gateway.index.history import HistoryIndex
-from gateway.index.pool import PoolIndex
+from gateway.index.pool import LookupState, PoolIndex
 from gateway.index.subscriber import Subscriber, rank_endpoint
 from gateway.prompt.reader import Kind, PromptReader, Threads
-from gateway.proxy.relay import Timeouts
+from gateway.proxy.relay import ATTEMPT_CAUSES, Timeouts
 from gateway.proxy.upstream import AiohttpUpstream
 from gateway.routing import ModelRoom, Policies, Router
 from gateway.telemetry.decisions import Decisions
@@ -216,6 +217,8 @@ class Gateway:
     def _engine_row(self, engine: Engine) -> dict[str, Any]:
         now = self.router.clock()
         facts = engine.facts
+        # What an engine that is gone said last is no load of now.
+        loads = engine.loads if engine.usable and engine.loads_at is not None else {}
         return {
             "id": engine.id,
             "model": engine.model,
@@ -230,9 +233,7 @@ class Gateway:
             "load_age_seconds": None if engine.loads_at is None else now - engine.loads_at,
             "ranks": {
                 str(key): {
-                    "running": engine.loads[key.rank].running,
-                    "waiting": engine.loads[key.rank].waiting,
-                    "kv_usage": engine.loads[key.rank].kv_usage,
+                    **_load_row(loads.get(key.rank)),
                     "in_flight": self.router.book.in_flight(key),
                     "device_blocks": self.device.size(key),
                     "events": self._events_row(key, now),
@@ -285,6 +286,7 @@ class Gateway:
                 yield f"model {name}: the pool's master does not answer; turns go without the pool"
 
     def _families(self) -> Iterator[Family]:
+        self._expect_counters()
         up = gauge("engine_up", "1 if the engine can take turns.", ("model", "engine"))
         flight = gauge("in_flight", "Turns that this gateway has under way.", ("model", "engine"))
         blocks = gauge("device_blocks", "Device blocks known of the engine.", ("model", "engine"))
@@ -319,6 +321,15 @@ class Gateway:
         yield from (up, flight, blocks, connected, batches, gaps, restarts, flushes, errors)
         yield from (open_breaker, asked, holes)
 
+    def _expect_counters(self) -> None:
+        """Have every counter of what is configured now in the page, at 0 until its first event."""
+        for name, room in self.rooms.items():
+            self.metrics.expect_model(name, [] if room.pool is None else list(LookupState))
+        policy = self.router.policies.acting
+        for engine in self.fleet:
+            for key in engine.keys:
+                self.metrics.expect_engine(engine.model, str(key), policy, ATTEMPT_CAUSES)
+
     def _subscribe(self, engine: Engine) -> None:
         config = engine.config
         if config.events is None:
@@ -336,6 +347,12 @@ class Gateway:
                     on_restart=self.router.engine_restarted,
                 )
                 subscriber.start()
+
+
+def _load_row(load: RankLoad | None) -> dict[str, Any]:
+    if load is None:
+        return dict.fromkeys(("running", "waiting", "kv_usage"))
+    return {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage}
 
 
 def _settings(config: GatewayConfig, api_key: str | None) -> Settings:

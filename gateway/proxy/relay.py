@@ -39,6 +39,8 @@ _RETRIES: dict[Cause, int | None] = {
     Cause.FIRST_BYTE_TIMEOUT: 0,
     Cause.NO_SOCKET: 0,
 }
+# What can become of an attempt that gave no answer.
+ATTEMPT_CAUSES = tuple(_RETRIES)
 _UNREACHABLE = (Cause.REFUSED, Cause.CONNECT_TIMEOUT, Cause.RESET)
 
 _HOP_BY_HOP = frozenset(

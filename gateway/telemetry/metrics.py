@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -38,6 +44,8 @@ class Metrics:
     """One registry, and a method for each thing that happens."""
 
     def __init__(self) -> None:
+        # Process-wide, and a series for every counter and histogram less.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._sources = _Sources()
         self.registry.register(self._sources)
@@ -84,6 +92,35 @@ class Metrics:
         )
         self._reloads = counter("config_reloads", "Reloads of the configuration.", "result")
         self._lookups = counter("pool_lookups", "Pool look-ups by result.", "model", "state")
+
+        for result in ("applied", "refused"):
+            self._reloads.labels(result)
+
+    def expect_model(self, model: str, lookup_states: Iterable[str]) -> None:
+        """Show a model's counters from 0 on: a counter that begins at 1 hides its first event."""
+        for by_model in (
+            self._inexact,
+            self._prompt,
+            self._compared,
+            self._uncompared,
+            self._reported,
+            self._overrated,
+            self._underrated,
+            self._output,
+        ):
+            by_model.labels(model)
+        for source in ("device", "pool"):
+            self._expected.labels(model, source)
+        for state in lookup_states:
+            self._lookups.labels(model, state)
+
+    def expect_engine(self, model: str, engine: str, policy: str, causes: Iterable[str]) -> None:
+        """Show an engine's counters under a policy from 0 on."""
+        self._decisions.labels(model, policy, engine)
+        for ending in Ending:
+            self._endings.labels(model, engine, str(ending))
+        for cause in causes:
+            self._attempts.labels(engine, cause)
 
     def render(self) -> bytes:
         """Return the text page."""
