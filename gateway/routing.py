@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ from policies.base import (
 from policies.book import Book, Charge
 
 log = logging.getLogger("gateway.routing")
+
+REPORT_SECONDS = 300.0
+"""How long an engine's report of what it holds is awaited: a turn may queue for minutes."""
 
 
 class UnknownModel(Exception):
@@ -196,7 +200,11 @@ class Placement:
         record: Record,
         chain: Chain,
         began: float,
+        *,
+        reports: bool = False,
     ) -> None:
+        self.reports = reports
+        """Whether the engine is to announce anew what it holds of the prompt."""
         self.decision = decision
         self.targets = targets
         self.record = record
@@ -221,6 +229,8 @@ class Placement:
             self._charge.move(moved, now)
             self.record.engine = str(candidate.key)
             self.record.expected = _cached(moved)
+        if self.reports:
+            self._router.report_expected(candidate.key, self._chain)
         self.record.attempts.append(Attempt(str(candidate.key)))
 
     def failed(self, index: int, cause: str, detail: str, *, unreachable: bool) -> None:
@@ -292,6 +302,8 @@ class Router:
         self._device = device
         self._history = history
         self.policy_header = policy_header
+        # Which turns ask for a report is no part of a decision, so it need not be repeatable.
+        self._chance = random.Random()
         self._masked: dict[str, tuple[str, ...]] = {}
         self._unmasking: dict[str, asyncio.TimerHandle] = {}
 
@@ -358,7 +370,17 @@ class Router:
         if room.pool is not None and prompt.exact and len(prompt.chain):
             room.pool.verify_later(prompt.chain)
         targets = [self._target(candidate.key) for candidate in ranking.prefill]
-        return Placement(self, decision, charge, targets, record, prompt.chain, began)
+        share = room.config.full_reports
+        reports = (
+            share > 0
+            and prompt.exact
+            and len(prompt.chain) > 0
+            and "vllm_xargs" not in request.body
+            and self._chance.random() < share
+        )
+        return Placement(
+            self, decision, charge, targets, record, prompt.chain, began, reports=reports
+        )
 
     async def explain(self, request: Request) -> Explanation:
         """Return what every policy would decide, without deciding.
@@ -377,13 +399,43 @@ class Router:
         rankings = {name: policy.rank(turn, views, now) for name, policy in self.policies}
         return Explanation(prompt, residency, turn, views, rankings)
 
+    def report_expected(self, key: EngineKey, chain: Chain) -> None:
+        """Take note that an engine is being asked to announce what it holds of a chain.
+
+        Its report comes with the turn's first step; what has not come much later never will.
+        """
+        if self.fleet.engine(key.engine).config.events is None:
+            return
+        report = self._device.expect_report(key, chain.ids[0])
+        loop = asyncio.get_running_loop()
+        loop.call_later(REPORT_SECONDS, self._device.withdraw_report, key, report)
+
     def ended(self, outcome: base.Outcome, chain: Chain, record: Record) -> None:
         """Let policies, history and metrics learn from a turn's end."""
         self.policies.observed(outcome)
         self.metrics.ended(record)
+        key = outcome.decision.key
         answered = outcome.first_token_at is not None or outcome.ending is Ending.DONE
-        if answered and self._by_history(outcome.decision.key, exact=record.exact):
-            self._history.record(outcome.decision.key, chain.ids)
+        if self._by_history(key, exact=record.exact):
+            if answered:
+                self._history.record(key, chain.ids)
+        elif outcome.usage is not None and outcome.usage.cached is not None:
+            self._learn(outcome.decision, chain, outcome.usage, outcome.usage.cached)
+
+    def _learn(self, decision: Decision, chain: Chain, usage: Usage, cached: int) -> None:
+        """Learn from what an engine says was cached which blocks it held unheard of.
+
+        Whether they lay on its device all along or came from the pool just now:
+        they are on its device when the turn ends. Those from before this gateway
+        listened no event will ever name.
+        """
+        key, known = decision.key, decision.turn.device.get(decision.key, 0)
+        if key in decision.turn.uncredited or usage.prompt != decision.turn.prompt_tokens:
+            return  # its blocks are not ours
+        if cached > known:
+            self.metrics.learned(decision.turn.model, self._device.retained(key, chain, cached))
+        elif cached < min(known, decision.turn.cacheable):
+            self._device.doubted(key, chain, cached)
 
     def close(self) -> None:
         """Drop what was to happen later."""

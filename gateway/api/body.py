@@ -23,6 +23,7 @@ from gateway.proxy.relay import Receive
 # report mode makes the engine announce blocks again, which event readers must not count twice.
 _ENGINE_FIELDS = ("kv_transfer_params",)
 _ENGINE_XARGS = ("kv_transfer_params", "kv_cache_report_mode")
+_FULL_REPORT = b'"vllm_xargs":{"kv_cache_report_mode":"full"}'
 
 
 class ClientLeft(Exception):
@@ -107,6 +108,19 @@ def refuse_engine_fields(fields: dict[str, Any]) -> None:
             "remove it (the operator may allow it with allow_engine_fields)",
             param=found[0],
         )
+
+
+def with_full_report(body: Body) -> bytes:
+    """Return the body's bytes with a request that the engine announce what it holds of the prompt.
+
+    The field is put in front of the others; nothing is serialised anew. Bodies that
+    have a `vllm_xargs` of their own stay as they are.
+    """
+    if "vllm_xargs" in body.fields:
+        return body.raw
+    brace = body.raw.index(b"{") + 1
+    comma = b"," if body.fields else b""
+    return b"".join((body.raw[:brace], _FULL_REPORT, comma, body.raw[brace:]))
 
 
 def _too_large(limit: int) -> ApiError:

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from connector.render import RenderError
-from gateway.api.body import Body, ClientLeft, decode, read_body, refuse_engine_fields
+from gateway.api.body import (
+    Body,
+    ClientLeft,
+    decode,
+    read_body,
+    refuse_engine_fields,
+    with_full_report,
+)
 from gateway.api.errors import ApiError, Fault, answer_error, error_event
 from gateway.api.session import session_key
 from gateway.prompt.reader import Kind
@@ -193,7 +200,7 @@ class Inference:
             method="POST",
             path=self.route,
             headers=forwarded(headers, request_id=record.id, api_key=self.settings.api_key),
-            body=body.raw,
+            body=with_full_report(body) if placement.reports else body.raw,
             answer_headers=answer_headers,
             error_event=error_event,
         )

@@ -80,6 +80,11 @@ class Metrics:
         self._underrated = counter(
             "underrated_cached_tokens", "Cached tokens that had not been expected.", "model"
         )
+        self._learned = counter(
+            "learned_blocks",
+            "Device blocks that no event told of, known from the engines' cached tokens.",
+            "model",
+        )
         self._output = counter("output_tokens", "Output tokens that the engines reported.", "model")
         self._ttft = histogram(
             "ttft_seconds", "From body to first byte of a stream.", _SECONDS, "model", "policy"
@@ -155,6 +160,10 @@ class Metrics:
     def pool_looked_up(self, model: str, state: str) -> None:
         """Count a look-up."""
         self._lookups.labels(model, state).inc()
+
+    def learned(self, model: str, blocks: int) -> None:
+        """Count device blocks that an engine's cached tokens gave away."""
+        self._learned.labels(model).inc(blocks)
 
     def ended(self, record: Record) -> None:
         """Count a turn's end, and hold what was expected against what the engine reported."""
