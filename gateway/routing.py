@@ -302,6 +302,7 @@ class Router:
         self._device = device
         self._history = history
         self.policy_header = policy_header
+        self.on_ended: list[Callable[[base.Outcome, Chain, Record], None]] = []
         # Which turns ask for a report is no part of a decision, so it need not be repeatable.
         self._chance = random.Random()
         self._masked: dict[str, tuple[str, ...]] = {}
@@ -414,6 +415,8 @@ class Router:
         """Let policies, history and metrics learn from a turn's end."""
         self.policies.observed(outcome)
         self.metrics.ended(record)
+        for tell in self.on_ended:
+            tell(outcome, chain, record)
         key = outcome.decision.key
         answered = outcome.first_token_at is not None or outcome.ending is Ending.DONE
         if self._by_history(key, exact=record.exact):
