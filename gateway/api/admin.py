@@ -14,7 +14,7 @@ from connector.render import RenderError
 from gateway.api.body import decode, read_body
 from gateway.api.errors import ApiError, Fault
 from gateway.api.handlers import error_handlers
-from gateway.api.inference import to_request, unknown_model
+from gateway.api.inference import to_request, unknown_model, unrenderable
 from gateway.config import GatewayConfig
 from gateway.prompt.reader import Kind
 from gateway.routing import Explanation, Router, UnknownModel
@@ -98,7 +98,7 @@ def admin_app(
         except UnknownModel as error:
             raise unknown_model(router, str(error)) from error
         except RenderError as error:
-            raise ApiError(Fault.MALFORMED, str(error)) from error
+            raise unrenderable(error) from error
         return _explanation(router, explanation)
 
     @app.get("/gateway/decisions", summary="Recent decisions, newest first.")
