@@ -111,6 +111,7 @@ class Metrics:
             self._reported,
             self._overrated,
             self._underrated,
+            self._learned,
             self._output,
         ):
             by_model.labels(model)
