@@ -53,7 +53,14 @@ class UnknownModel(Exception):
 
 
 class NoEngine(Exception):
-    """No engine of the model can take a turn; the text says why."""
+    """No engine of the model can take a turn; the text says why, `detail` with the causes.
+
+    The causes may name addresses, and are not for clients.
+    """
+
+    def __init__(self, message: str, detail: str | None = None) -> None:
+        super().__init__(message)
+        self.detail = detail
 
 
 class Rejected(Exception):
@@ -226,9 +233,9 @@ class Placement:
             self._router.report_expected(candidate.key, self._chain)
         self.record.attempts.append(Attempt(str(candidate.key)))
 
-    def failed(self, index: int, cause: str, *, unreachable: bool) -> None:
+    def failed(self, index: int, cause: str, detail: str, *, unreachable: bool) -> None:
         """Take note that this attempt could not answer."""
-        self.record.attempts[-1].failed = cause
+        self.record.attempts[-1].failed, self.record.attempts[-1].detail = cause, detail
         engine = self.decision.ranking.prefill[index].key.engine
         self._router.metrics.attempt_failed(engine, cause)
         if unreachable:
@@ -295,6 +302,7 @@ class Router:
         self._device = device
         self._history = history
         self.policy_header = policy_header
+        self.on_ended: list[Callable[[base.Outcome, Chain, Record], None]] = []
         # Which turns ask for a report is no part of a decision, so it need not be repeatable.
         self._chance = random.Random()
         self._masked: dict[str, tuple[str, ...]] = {}
@@ -311,7 +319,7 @@ class Router:
         name = self._policy_for(request)
         room = self._room(request.model)
         if not self.fleet.candidates(request.model):
-            raise NoEngine(self.why_no_engine(request.model))
+            raise self._nowhere(request.model)
         prompt = await self._read(room, request)
         read = self.clock()
         residency = await self._find(room, prompt)
@@ -320,7 +328,7 @@ class Router:
         # From here to the Charge nothing waits.
         engines = self.fleet.candidates(request.model)
         if not engines:
-            raise NoEngine(self.why_no_engine(request.model))
+            raise self._nowhere(request.model)
         turn = self._turn(request, prompt, residency, engines)
         views = self.book.views([key for engine in engines for key in engine.keys], found)
         policy = self.policies.get(name)
@@ -407,6 +415,8 @@ class Router:
         """Let policies, history and metrics learn from a turn's end."""
         self.policies.observed(outcome)
         self.metrics.ended(record)
+        for tell in self.on_ended:
+            tell(outcome, chain, record)
         key = outcome.decision.key
         answered = outcome.first_token_at is not None or outcome.ending is Ending.DONE
         if self._by_history(key, exact=record.exact):
@@ -585,10 +595,17 @@ class Router:
         headers = (("X-data-parallel-rank", str(key.rank)),) if several else ()
         return Target(str(key), engine.config.url, headers)
 
+    def _nowhere(self, model: str) -> NoEngine:
+        return NoEngine(self._no_engine(model, causes=False), self.why_no_engine(model))
+
     def why_no_engine(self, model: str) -> str:
         """Return, in words, the state of each engine of a model that can take no turn."""
+        return self._no_engine(model, causes=True)
+
+    def _no_engine(self, model: str, *, causes: bool) -> str:
         states = ", ".join(
-            f"{engine.id} is {engine.state}" + (f" ({engine.error})" if engine.error else "")
+            f"{engine.id} is {engine.state}"
+            + (f" ({engine.error})" if causes and engine.error else "")
             for engine in self.fleet.of(model)
         )
         return f"no engine of model {model!r} can take a request now: {states}"

@@ -273,9 +273,14 @@ class Decision:
 
 
 class Ending(StrEnum):
-    """How a turn ended."""
+    """How a turn ended.
+
+    `refused` is the engine's judgement of the request (a 4xx answer), `failed`
+    a fault of the engine or on the way to it.
+    """
 
     DONE = "done"
+    REFUSED = "refused"
     FAILED = "failed"
     LEFT = "left"
 

@@ -25,6 +25,15 @@ _ENGINE_FIELDS = ("kv_transfer_params",)
 _ENGINE_XARGS = ("kv_transfer_params", "kv_cache_report_mode")
 _FULL_REPORT = b'"vllm_xargs":{"kv_cache_report_mode":"full"}'
 
+_KINDS = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
 
 class ClientLeft(Exception):
     """The client went before its body was whole."""
@@ -80,14 +89,19 @@ def decode(raw: bytes) -> Body:
         try:
             fields = json.loads(raw)
         except (ValueError, RecursionError):
-            raise ApiError(Fault.MALFORMED, f"the body is not valid JSON: {error}") from error
+            raise ApiError(
+                Fault.MALFORMED, f"the body is not valid JSON: {error}; send one JSON object, UTF-8"
+            ) from error
         unreadable = f"the body is unusual JSON: {error}"
     except RecursionError as error:
-        raise ApiError(Fault.MALFORMED, "the body is nested too deeply") from error
+        raise ApiError(Fault.MALFORMED, "the body is nested too deeply; flatten it") from error
     finally:
         gc.enable()
     if not isinstance(fields, dict):
-        raise ApiError(Fault.MALFORMED, "the body must be a JSON object")
+        raise ApiError(
+            Fault.MALFORMED,
+            f"the body must be a JSON object with named fields, not {_KINDS[type(fields)]}",
+        )
     return Body(raw, fields, unreadable)
 
 
@@ -126,5 +140,6 @@ def with_full_report(body: Body) -> bytes:
 def _too_large(limit: int) -> ApiError:
     return ApiError(
         Fault.TOO_LARGE,
-        f"the body is larger than {limit} bytes, the limit set by limits.body_bytes",
+        f"the body is larger than {limit} bytes; send a smaller one (the operator sets the limit "
+        "with limits.body_bytes)",
     )

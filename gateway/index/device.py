@@ -283,6 +283,18 @@ class DeviceIndex:
                 found[key] = tokens
         return found
 
+    def announced(self, key: EngineKey, chain: Chain) -> bool:
+        """Tell whether engine `key` has itself named the last block of a chain, in any group."""
+        engine = self._engines.get(key)
+        if engine is None:
+            return False
+        lasts = (g.blocks(chain.ids, chain.block_size)[-1:] for g in engine.groups.values())
+        return any(
+            last[0] in group.heard
+            for group, last in zip(engine.groups.values(), lasts, strict=True)
+            if last
+        )
+
     def size(self, key: EngineKey) -> int:
         """Return how many different blocks engine `key` is believed to hold, over all groups."""
         engine = self._engines.get(key)
