@@ -75,7 +75,13 @@ def test_the_master_knows_its_flags(interpreter: Path) -> None:
         [interpreter.with_name(program), "--help"], capture_output=True, text=True, check=False
     ).stdout
     types = dict(re.findall(r"^\s+-(\w+) \([\s\S]*?\)\s+type:\s+(\w+)", said, re.MULTILINE))
-    valid = {"int32": r"-?\d+", "uint64": r"\d+", "bool": "true|false", "string": ".+"}
+    valid = {
+        "int32": r"-?\d+",
+        "int64": r"-?\d+",
+        "uint64": r"\d+",
+        "bool": "true|false",
+        "string": ".+",
+    }
     for flag in flags:
         name, value = flag.removeprefix("--").split("=", 1)
         assert name in types, f"{name} is not among {sorted(types)}"
