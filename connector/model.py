@@ -170,6 +170,15 @@ class ModelConfig(Section):
         False, description="The engines' `--exclude-tools-when-tool-choice-none`."
     )
     hashing: Hashing = Field(Hashing(), description="How prefix blocks are hashed.")
+    full_reports: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of turns that ask their engine to announce anew what it holds of the "
+        "prompt, so that blocks from before this gateway's time become known. Adds "
+        "`vllm_xargs.kv_cache_report_mode` to their bodies. Needed only where the engines do not "
+        "report cached tokens (--enable-prompt-tokens-details).",
+    )
     pool: PoolConfig | None = Field(None, description="The Mooncake pool; null: none.")
     engines: tuple[EngineConfig, ...] = Field(min_length=1, description="The engines.")
 

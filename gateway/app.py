@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import operator
 import time
@@ -22,13 +23,15 @@ from gateway.api.inference import Inference, Settings
 from gateway.config import ConfigError, GatewayConfig, engine_key
 from gateway.fleet.engine import Engine
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.metrics import RankLoad
+from gateway.health import Health
 from gateway.index.breaker import State
 from gateway.index.device import DeviceIndex
 from gateway.index.history import HistoryIndex
-from gateway.index.pool import PoolIndex
+from gateway.index.pool import LookupState, PoolIndex
 from gateway.index.subscriber import Subscriber, rank_endpoint
 from gateway.prompt.reader import Kind, PromptReader, Threads
-from gateway.proxy.relay import Timeouts
+from gateway.proxy.relay import ATTEMPT_CAUSES, Timeouts
 from gateway.proxy.upstream import AiohttpUpstream
 from gateway.routing import ModelRoom, Policies, Router
 from gateway.telemetry.decisions import Decisions
@@ -126,6 +129,11 @@ class Gateway:
         )
         self.fleet.listeners += [self.router, self]
         self.subscribers: dict[EngineKey, Subscriber] = {}
+        self.health = Health(
+            self.rooms, self.fleet, self.device, self.subscribers, self.router.clock
+        )
+        self.router.on_ended.append(self.health.turn_ended)
+        self._watching: asyncio.Task[None] | None = None
         self.upstream = AiohttpUpstream(config.upstream.connect_timeout)
         settings = _settings(config, api_key)
         self._inference = [
@@ -145,6 +153,9 @@ class Gateway:
         for room in self.rooms.values():
             if room.pool is not None:
                 room.pool.start()
+        self._watching = asyncio.create_task(
+            self.health.watch(self.config.probing.interval), name="health"
+        )
 
     def apply(self, new: GatewayConfig) -> list[str]:
         """Let a changed configuration take effect from the next request on.
@@ -174,6 +185,9 @@ class Gateway:
 
     async def stop(self) -> None:
         """Stop everything and close all connections."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         await self.fleet.stop()
         self.router.close()
         for subscriber in self.subscribers.values():
@@ -189,10 +203,12 @@ class Gateway:
     # What the fleet tells (gateway.fleet.fleet.Listener).
 
     def engine_up(self, engine: Engine) -> None:
-        """Nothing to do: a subscriber itself notices what became of its engine."""
+        """Judge its events anew; a subscriber itself notices what became of its engine."""
+        for key in engine.keys:
+            self.health.forget(key)
 
     def engine_down(self, engine: Engine) -> None:
-        """Nothing to do, likewise."""
+        """Nothing to do: a subscriber itself notices."""
 
     def engine_reported(self, engine: Engine) -> None:
         """Listen to every data-parallel rank that has shown up."""
@@ -200,7 +216,13 @@ class Gateway:
 
     def readiness(self) -> Readiness:
         """Return why no turn can be placed, and what is degraded."""
-        reasons, degraded = [], list(self._degraded())
+        reasons, degraded = [], list(self.health.degraded())
+        if self.reload_error:
+            degraded.insert(
+                0,
+                "the changed configuration cannot be used, the earlier one is in force: "
+                f"{self.reload_error}",
+            )
         if self.draining:
             reasons.append("the gateway is shutting down")
         idle = [name for name in self.rooms if not self.fleet.candidates(name)]
@@ -216,6 +238,8 @@ class Gateway:
     def _engine_row(self, engine: Engine) -> dict[str, Any]:
         now = self.router.clock()
         facts = engine.facts
+        # What an engine that is gone said last is no load of now.
+        loads = engine.loads if engine.usable and engine.loads_at is not None else {}
         return {
             "id": engine.id,
             "model": engine.model,
@@ -230,9 +254,7 @@ class Gateway:
             "load_age_seconds": None if engine.loads_at is None else now - engine.loads_at,
             "ranks": {
                 str(key): {
-                    "running": engine.loads[key.rank].running,
-                    "waiting": engine.loads[key.rank].waiting,
-                    "kv_usage": engine.loads[key.rank].kv_usage,
+                    **_load_row(loads.get(key.rank)),
                     "in_flight": self.router.book.in_flight(key),
                     "device_blocks": self.device.size(key),
                     "events": self._events_row(key, now),
@@ -250,41 +272,8 @@ class Gateway:
         del row["engine"], row["keys"]
         return row | {"seconds_since_event": None if at is None else now - at}
 
-    def _degraded(self) -> Iterator[str]:
-        if self.reload_error:
-            yield (
-                "the changed configuration cannot be used, the earlier one is in force: "
-                f"{self.reload_error}"
-            )
-        for engine in self.fleet:
-            if not engine.usable:
-                yield f"engine {engine.id} is {engine.state}" + (
-                    f": {engine.error}" if engine.error else ""
-                )
-            elif engine.mismatch:
-                yield f"engine {engine.id} gets no cache credit: {engine.mismatch}"
-            if engine.metrics_error:
-                yield f"engine {engine.id}: its /metrics cannot be read: {engine.metrics_error}"
-            for key in engine.keys:
-                subscriber = self.subscribers.get(key)
-                if engine.usable and subscriber and not subscriber.status().connected:
-                    yield (
-                        f"engine {key}: its KV events at {subscriber.endpoint} are not "
-                        "connected; its device cache is not known"
-                    )
-        for name, room in self.rooms.items():
-            if room.config.exact and self.fleet.candidates(name) and not self.fleet.hashing(name):
-                yield (
-                    f"model {name}: no engine says how it hashes (vllm:cache_config_info on "
-                    "/metrics), so prompts are hashed approximately; set hashing.algorithm and "
-                    "hashing.block_size if the engines cannot say"
-                )
-            if room.hashing_error:
-                yield f"model {name}: prompts are hashed approximately: {room.hashing_error}"
-            if room.pool is not None and room.pool.breaker.state is not State.CLOSED:
-                yield f"model {name}: the pool's master does not answer; turns go without the pool"
-
     def _families(self) -> Iterator[Family]:
+        self._expect_counters()
         up = gauge("engine_up", "1 if the engine can take turns.", ("model", "engine"))
         flight = gauge("in_flight", "Turns that this gateway has under way.", ("model", "engine"))
         blocks = gauge("device_blocks", "Device blocks known of the engine.", ("model", "engine"))
@@ -319,6 +308,19 @@ class Gateway:
         yield from (up, flight, blocks, connected, batches, gaps, restarts, flushes, errors)
         yield from (open_breaker, asked, holes)
 
+    def _restarted(self, key: EngineKey) -> None:
+        self.router.engine_restarted(key)
+        self.health.forget(key)
+
+    def _expect_counters(self) -> None:
+        """Have every counter of what is configured now in the page, at 0 until its first event."""
+        for name, room in self.rooms.items():
+            self.metrics.expect_model(name, [] if room.pool is None else list(LookupState))
+        policy = self.router.policies.acting
+        for engine in self.fleet:
+            for key in engine.keys:
+                self.metrics.expect_engine(engine.model, str(key), policy, ATTEMPT_CAUSES)
+
     def _subscribe(self, engine: Engine) -> None:
         config = engine.config
         if config.events is None:
@@ -333,9 +335,15 @@ class Gateway:
                     self.device,
                     context=self._zmq,
                     rank=key.rank,
-                    on_restart=self.router.engine_restarted,
+                    on_restart=self._restarted,
                 )
                 subscriber.start()
+
+
+def _load_row(load: RankLoad | None) -> dict[str, Any]:
+    if load is None:
+        return dict.fromkeys(("running", "waiting", "kv_usage"))
+    return {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage}
 
 
 def _settings(config: GatewayConfig, api_key: str | None) -> Settings:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,13 +44,23 @@ from policies.book import Book, Charge
 
 log = logging.getLogger("gateway.routing")
 
+REPORT_SECONDS = 300.0
+"""How long an engine's report of what it holds is awaited: a turn may queue for minutes."""
+
 
 class UnknownModel(Exception):
     """No such model is configured."""
 
 
 class NoEngine(Exception):
-    """No engine of the model can take a turn; the text says why."""
+    """No engine of the model can take a turn; the text says why, `detail` with the causes.
+
+    The causes may name addresses, and are not for clients.
+    """
+
+    def __init__(self, message: str, detail: str | None = None) -> None:
+        super().__init__(message)
+        self.detail = detail
 
 
 class Rejected(Exception):
@@ -189,7 +200,11 @@ class Placement:
         record: Record,
         chain: Chain,
         began: float,
+        *,
+        reports: bool = False,
     ) -> None:
+        self.reports = reports
+        """Whether the engine is to announce anew what it holds of the prompt."""
         self.decision = decision
         self.targets = targets
         self.record = record
@@ -214,11 +229,13 @@ class Placement:
             self._charge.move(moved, now)
             self.record.engine = str(candidate.key)
             self.record.expected = _cached(moved)
+        if self.reports:
+            self._router.report_expected(candidate.key, self._chain)
         self.record.attempts.append(Attempt(str(candidate.key)))
 
-    def failed(self, index: int, cause: str, *, unreachable: bool) -> None:
+    def failed(self, index: int, cause: str, detail: str, *, unreachable: bool) -> None:
         """Take note that this attempt could not answer."""
-        self.record.attempts[-1].failed = cause
+        self.record.attempts[-1].failed, self.record.attempts[-1].detail = cause, detail
         engine = self.decision.ranking.prefill[index].key.engine
         self._router.metrics.attempt_failed(engine, cause)
         if unreachable:
@@ -285,6 +302,9 @@ class Router:
         self._device = device
         self._history = history
         self.policy_header = policy_header
+        self.on_ended: list[Callable[[base.Outcome, Chain, Record], None]] = []
+        # Which turns ask for a report is no part of a decision, so it need not be repeatable.
+        self._chance = random.Random()
         self._masked: dict[str, tuple[str, ...]] = {}
         self._unmasking: dict[str, asyncio.TimerHandle] = {}
 
@@ -299,7 +319,7 @@ class Router:
         name = self._policy_for(request)
         room = self._room(request.model)
         if not self.fleet.candidates(request.model):
-            raise NoEngine(self.why_no_engine(request.model))
+            raise self._nowhere(request.model)
         prompt = await self._read(room, request)
         read = self.clock()
         residency = await self._find(room, prompt)
@@ -308,7 +328,7 @@ class Router:
         # From here to the Charge nothing waits.
         engines = self.fleet.candidates(request.model)
         if not engines:
-            raise NoEngine(self.why_no_engine(request.model))
+            raise self._nowhere(request.model)
         turn = self._turn(request, prompt, residency, engines)
         views = self.book.views([key for engine in engines for key in engine.keys], found)
         policy = self.policies.get(name)
@@ -351,7 +371,17 @@ class Router:
         if room.pool is not None and prompt.exact and len(prompt.chain):
             room.pool.verify_later(prompt.chain)
         targets = [self._target(candidate.key) for candidate in ranking.prefill]
-        return Placement(self, decision, charge, targets, record, prompt.chain, began)
+        share = room.config.full_reports
+        reports = (
+            share > 0
+            and prompt.exact
+            and len(prompt.chain) > 0
+            and "vllm_xargs" not in request.body
+            and self._chance.random() < share
+        )
+        return Placement(
+            self, decision, charge, targets, record, prompt.chain, began, reports=reports
+        )
 
     async def explain(self, request: Request) -> Explanation:
         """Return what every policy would decide, without deciding.
@@ -370,13 +400,45 @@ class Router:
         rankings = {name: policy.rank(turn, views, now) for name, policy in self.policies}
         return Explanation(prompt, residency, turn, views, rankings)
 
+    def report_expected(self, key: EngineKey, chain: Chain) -> None:
+        """Take note that an engine is being asked to announce what it holds of a chain.
+
+        Its report comes with the turn's first step; what has not come much later never will.
+        """
+        if self.fleet.engine(key.engine).config.events is None:
+            return
+        report = self._device.expect_report(key, chain.ids[0])
+        loop = asyncio.get_running_loop()
+        loop.call_later(REPORT_SECONDS, self._device.withdraw_report, key, report)
+
     def ended(self, outcome: base.Outcome, chain: Chain, record: Record) -> None:
         """Let policies, history and metrics learn from a turn's end."""
         self.policies.observed(outcome)
         self.metrics.ended(record)
+        for tell in self.on_ended:
+            tell(outcome, chain, record)
+        key = outcome.decision.key
         answered = outcome.first_token_at is not None or outcome.ending is Ending.DONE
-        if answered and self._by_history(outcome.decision.key, exact=record.exact):
-            self._history.record(outcome.decision.key, chain.ids)
+        if self._by_history(key, exact=record.exact):
+            if answered:
+                self._history.record(key, chain.ids)
+        elif outcome.usage is not None and outcome.usage.cached is not None:
+            self._learn(outcome.decision, chain, outcome.usage, outcome.usage.cached)
+
+    def _learn(self, decision: Decision, chain: Chain, usage: Usage, cached: int) -> None:
+        """Learn from what an engine says was cached which blocks it held unheard of.
+
+        Whether they lay on its device all along or came from the pool just now:
+        they are on its device when the turn ends. Those from before this gateway
+        listened no event will ever name.
+        """
+        key, known = decision.key, decision.turn.device.get(decision.key, 0)
+        if key in decision.turn.uncredited or usage.prompt != decision.turn.prompt_tokens:
+            return  # its blocks are not ours
+        if cached > known:
+            self.metrics.learned(decision.turn.model, self._device.retained(key, chain, cached))
+        elif cached < min(known, decision.turn.cacheable):
+            self._device.doubted(key, chain, cached)
 
     def close(self) -> None:
         """Drop what was to happen later."""
@@ -533,10 +595,17 @@ class Router:
         headers = (("X-data-parallel-rank", str(key.rank)),) if several else ()
         return Target(str(key), engine.config.url, headers)
 
+    def _nowhere(self, model: str) -> NoEngine:
+        return NoEngine(self._no_engine(model, causes=False), self.why_no_engine(model))
+
     def why_no_engine(self, model: str) -> str:
         """Return, in words, the state of each engine of a model that can take no turn."""
+        return self._no_engine(model, causes=True)
+
+    def _no_engine(self, model: str, *, causes: bool) -> str:
         states = ", ".join(
-            f"{engine.id} is {engine.state}" + (f" ({engine.error})" if engine.error else "")
+            f"{engine.id} is {engine.state}"
+            + (f" ({engine.error})" if causes and engine.error else "")
             for engine in self.fleet.of(model)
         )
         return f"no engine of model {model!r} can take a request now: {states}"

@@ -196,7 +196,9 @@ class EngineView:
     token. `foreign_prefill` is a guess at the tokens to compute for others'
     waiting requests. `age` is how old the engine's own report is, in whole
     seconds rounded down (so that a view does not change with every look) and
-    infinite when there has been none.
+    infinite when there has been none. `overdue` is by how many seconds the first
+    token of this gateway's oldest waiting turn is later than was estimated, in
+    whole seconds rounded down: an engine that hangs shows it.
     """
 
     key: EngineKey
@@ -211,6 +213,7 @@ class EngineView:
     rates: Rates = Rates()
     age: float = float("inf")
     foreign_prefill: int = 0
+    overdue: float = 0.0
 
     @property
     def load(self) -> int:
@@ -270,9 +273,14 @@ class Decision:
 
 
 class Ending(StrEnum):
-    """How a turn ended."""
+    """How a turn ended.
+
+    `refused` is the engine's judgement of the request (a 4xx answer), `failed`
+    a fault of the engine or on the way to it.
+    """
 
     DONE = "done"
+    REFUSED = "refused"
     FAILED = "failed"
     LEFT = "left"
 

@@ -109,6 +109,7 @@ class _Account:
     __slots__ = (
         "_rates",
         "_rates_from",
+        "awaited",
         "decode_tokens",
         "due",
         "ends",
@@ -143,6 +144,8 @@ class _Account:
         self._rates_from = (lessons.rates, 1.0)
         # When our latest turns ended here, as far back as a report may still show them.
         self.ends: deque[float] = deque(maxlen=1024)
+        # Turns whose first token is awaited, in the order they were sent.
+        self.awaited: dict[Charge, None] = {}
         # Turns whose answers come whole, by when they are taken to run.
         self.due: list[tuple[float, int, Charge]] = []
         # Ours.
@@ -202,14 +205,20 @@ class _Account:
             return math.inf
         return float(max(0, math.floor(now - self.reported_at)))
 
+    def overdue(self, now: float) -> float:
+        """Whole seconds by which the first token of the oldest turn is late."""
+        oldest = next(iter(self.awaited), None)
+        return 0.0 if oldest is None else float(max(0, math.floor(now - oldest._due_at)))
+
     def build(self, now: float) -> EngineView:
         """Return the view, the same object as long as nothing in it has changed."""
-        age = self.age(now)
+        age, overdue = self.age(now), self.overdue(now)
         rates = self.rates
         if (
             self.view is not None
             and not self.stale
             and self.view.age == age
+            and self.view.overdue == overdue
             and self.view.rates is rates
         ):
             return self.view
@@ -226,6 +235,7 @@ class _Account:
             rates=rates,
             age=age,
             foreign_prefill=self.foreign_prefill,
+            overdue=overdue,
         )
         self.stale = False
         # A turn that came and went between two looks leaves things as they were.
@@ -244,6 +254,7 @@ class Charge:
         "_claim",
         "_decision",
         "_decode_tokens",
+        "_due_at",
         "_fetch_ns",
         "_fetched",
         "_first_token_at",
@@ -257,6 +268,8 @@ class Charge:
     _stage: _Stage
     _claim: Claim | None
     _sent_at: float
+    # When its first token should come.
+    _due_at: float
     _first_token_at: float | None
     # Amounts entered, to be taken out again.
     _prefill: int
@@ -349,8 +362,13 @@ class Charge:
             sent = sent[:blocks]
         self._claim = None
         if account.listed:
-            self._claim = self._book._predictions.claim(account.key, sent, ready_at, now)
-        if not turn.streams:
+            self._claim = self._book._predictions.claim(
+                account.key, sent, ready_at, now, silent=not turn.streams
+            )
+        self._due_at = ready_at
+        if turn.streams:
+            account.awaited[self] = None
+        else:
             heapq.heappush(account.due, (ready_at, next(_arrivals), self))
         account.waiting += 1
         account.prefill += self._prefill
@@ -365,6 +383,7 @@ class Charge:
     def _run(self) -> None:
         self._stage = _Stage.RUNNING
         account = self._account
+        account.awaited.pop(self, None)
         account.waiting -= 1
         account.prefill -= self._prefill
         account.fetch_ns -= self._fetch_ns
@@ -375,6 +394,7 @@ class Charge:
     def _leave(self) -> None:
         """Take out of the account what was entered."""
         account = self._account
+        account.awaited.pop(self, None)
         if self._stage is _Stage.WAITING:
             account.waiting -= 1
             account.prefill -= self._prefill
@@ -505,9 +525,9 @@ class Book:
     def views(self, keys: Iterable[EngineKey], now: float) -> tuple[EngineView, ...]:
         """Return the engines' views, in the order of `keys`.
 
-        A view is the same object until something in it has changed. Its age goes
-        in whole seconds, so time alone replaces it once a second at most, and
-        never while reports come more often than that.
+        A view is the same object until something in it has changed. Its ages go
+        in whole seconds, so time alone replaces it twice a second at most, and
+        never while reports come more often than that and no turn is overdue.
 
         Raises:
             KeyError: for an engine that is not listed.
@@ -527,7 +547,7 @@ class Book:
         """Return the leading run of `chain` among the predictions of each engine.
 
         `tokens` counts whole blocks; `ready_at` is when the first turn that was
-        sent with them should have them computed, in the past if it has.
+        sent with them should have them computed, in the past only if it has.
         Engines without any are left out.
         """
         return self._predictions.leading(chain, block_size, now)

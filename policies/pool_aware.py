@@ -32,6 +32,7 @@ class PoolAware(BasePolicy):
     Formula, per engine, in seconds by its own learned rates:
 
         queue     = (queued_prefill + foreign_prefill) * prefill + queued_fetch
+        overdue   = by how much its oldest turn without a first token is late
         wait      = until a prefix in flight there is computed, beyond the queue
         fetch     = pool tokens beyond the device's, by tier; memory in the
                     engine's own segment at half price (`Rates.fetch_seconds`)
@@ -43,10 +44,13 @@ class PoolAware(BasePolicy):
                     * (decode_tokens + (running + 2 * waiting) * size)
                     where size = prompt_tokens + expected_output
 
-    The first five are the time to first token. Where a prefix is still being
-    computed, both ways are estimated, to wait for it and to go without it, and
-    the cheaper counts. (Its computation stands in the queue as well, hence
-    "beyond the queue".)
+    The first six are the time to first token. What has hung for a while is taken
+    to hang as long again, so an engine that accepts turns and answers none, or
+    waits for a dead peer's blocks, gets no more of them while another is free.
+
+    Where a prefix is still being computed, both ways are estimated, to wait for
+    it and to go without it, and the cheaper counts. (Its computation stands in the
+    queue as well, hence "beyond the queue".)
 
     `work` is what the turn costs those who come after: seconds of compute that
     they will find taken. A fetch occupies no compute and is not counted again.
@@ -67,7 +71,7 @@ class PoolAware(BasePolicy):
     chance from (seed, turn id). Without this an idle fleet's cold turns would all
     go to the one engine that seems a percent faster, and crowd its cache.
 
-    Inputs: the turn's device, pending and pool tokens; the views' queues,
+    Inputs: the turn's device, pending and pool tokens; the views' queues, overdue,
     running, waiting, decode tokens, segments, rates. Cost: seconds; `terms` add
     up to it.
     Options: `work` (1.0), price of a second of compute to others; `doubling`
@@ -132,7 +136,7 @@ class PoolAware(BasePolicy):
         known = turn.device.get(view.key, 0)
         if pending is None or pending.tokens <= known:
             return self._estimate(turn, view, cached, computing, 0.0)
-        wait = max(0.0, pending.ready_at - now - self._queue(view))
+        wait = max(0.0, pending.ready_at - now - self._queue(view) - view.overdue)
         waiting = self._estimate(turn, view, cached, computing, wait)
         if not wait:
             return waiting  # a prefix that costs no wait is only for the better
@@ -160,6 +164,7 @@ class PoolAware(BasePolicy):
         context = view.decode_tokens + (view.running + 2 * view.waiting) * size
         terms = {
             "queue": queue,
+            "overdue": view.overdue,
             "wait": wait,
             "fetch": fetch,
             "prefill": prefill,
@@ -168,11 +173,13 @@ class PoolAware(BasePolicy):
             "duplicate": DUPLICATE * max(0, computing - total) * rates.prefill,
             "decode": rates.decode * turn.expected_output * context / self.doubling,
         }
-        first_token = queue + wait + fetch + prefill + rates.overhead
+        first_token = queue + view.overdue + wait + fetch + prefill + rates.overhead
         reason = (
             f"device {cached.device} + pool {cached.pool} of {turn.prompt_tokens} tokens; "
             f"{first_token * 1e3:.0f} ms"
         )
         if wait:
             reason += f", {wait * 1e3:.0f} of them for a prefix in flight"
+        if view.overdue:
+            reason += f", {view.overdue:.0f} s because a turn there is overdue"
         return Candidate(view.key, sum(terms.values()), reason, MappingProxyType(terms))

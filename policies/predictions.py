@@ -26,22 +26,26 @@ LINGERING_MAX = 20_000
 class Claim:
     """One turn's prompt on one engine; compared and hashed by identity."""
 
-    __slots__ = ("key", "node")
+    __slots__ = ("confirmed", "key", "node")
 
-    def __init__(self, key: EngineKey) -> None:
+    def __init__(self, key: EngineKey, *, confirmed: bool) -> None:
         self.key = key
+        # Whether its prompt is known to have been computed, or will never be seen to be.
+        self.confirmed = confirmed
         # The node where the chain ends; None once the claim is dropped.
         self.node: _Node | None = None
 
 
 class _Holding:
-    """Who claims a node on one engine, and when the first of them will have computed it."""
+    """Who claims a node on one engine, when the first of them will have computed it, and
+    how many of them are confirmed."""
 
-    __slots__ = ("claims", "ready_at")
+    __slots__ = ("claims", "confirmed", "ready_at")
 
-    def __init__(self, claims: dict[Claim, float], ready_at: float) -> None:
+    def __init__(self, claims: dict[Claim, float], ready_at: float, confirmed: int) -> None:
         self.claims = claims
         self.ready_at = ready_at
+        self.confirmed = confirmed
 
 
 class _Node:
@@ -91,13 +95,23 @@ class Predictions:
         return sum(map(len, self._by_engine.values()))
 
     def claim(
-        self, key: EngineKey, chain: Sequence[int], ready_at: float, now: float
+        self,
+        key: EngineKey,
+        chain: Sequence[int],
+        ready_at: float,
+        now: float,
+        *,
+        silent: bool = False,
     ) -> Claim | None:
-        """Predict that engine `key` will hold `chain` at `ready_at`; None for an empty chain."""
+        """Predict that engine `key` will hold `chain` at `ready_at`; None for an empty chain.
+
+        `silent` says that no first token will be seen (the answer comes whole), so
+        that `ready_at` is all there is to go by.
+        """
         self._expire(now)
         if not len(chain):
             return None
-        claim = Claim(key)
+        claim = Claim(key, confirmed=silent)
         node, depth = self._root, 0
         while depth < len(chain):
             child = node.children.get(chain[depth])
@@ -110,8 +124,9 @@ class Predictions:
                     child = _split(node, child, end)
             holding = child.holdings.get(key)
             if holding is None:
-                child.holdings[key] = _Holding({claim: ready_at}, ready_at)
+                child.holdings[key] = _Holding({claim: ready_at}, ready_at, int(silent))
             else:
+                holding.confirmed += silent
                 holding.claims[claim] = ready_at
                 holding.ready_at = min(holding.ready_at, ready_at)
             node, depth = child, child.end
@@ -122,9 +137,11 @@ class Predictions:
 
     def ready(self, claim: Claim, now: float) -> None:
         """Note that the claim's prompt has been computed."""
-        node = claim.node
+        node, news = claim.node, not claim.confirmed
+        claim.confirmed = True
         while node is not None and node.parent is not None:
             holding = node.holdings[claim.key]
+            holding.confirmed += news
             holding.claims[claim] = min(holding.claims[claim], now)
             holding.ready_at = min(holding.ready_at, now)
             node = node.parent
@@ -151,6 +168,7 @@ class Predictions:
             parent = node.parent
             holding = node.holdings[claim.key]
             ready_at = holding.claims.pop(claim)
+            holding.confirmed -= claim.confirmed
             if not holding.claims:
                 del node.holdings[claim.key]
             elif ready_at == holding.ready_at:
@@ -179,7 +197,10 @@ class Predictions:
                 break
             end = child.shared(chain, len(chain))
             for key, holding in child.holdings.items():
-                found[key] = Pending(end * block_size, holding.ready_at)
+                ready_at = holding.ready_at
+                if ready_at < now and not holding.confirmed:
+                    ready_at = 2 * now - ready_at
+                found[key] = Pending(end * block_size, ready_at)
             if end < child.end:
                 break
             node, depth = child, end
@@ -196,7 +217,7 @@ def _split(parent: _Node, node: _Node, at: int) -> _Node:
     upper = _Node(node.chain, node.start, at, parent)
     upper.children[node.chain[at]] = node
     upper.holdings = {
-        key: _Holding(dict(holding.claims), holding.ready_at)
+        key: _Holding(dict(holding.claims), holding.ready_at, holding.confirmed)
         for key, holding in node.holdings.items()
     }
     parent.children[node.chain[node.start]] = upper

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -10,14 +11,16 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 
 from connector.render import RenderError
-from gateway.api.body import ClientLeft, decode, read_body
+from gateway.api.body import decode, read_body
 from gateway.api.errors import ApiError, Fault
-from gateway.api.inference import to_request, unknown_model
+from gateway.api.handlers import error_handlers
+from gateway.api.inference import to_request, unknown_model, unrenderable
 from gateway.config import GatewayConfig
 from gateway.prompt.reader import Kind
-from gateway.proxy.relay import CLIENT_LEFT
 from gateway.routing import Explanation, Router, UnknownModel
 from policies import base
+
+log = logging.getLogger("gateway.admin")
 
 EngineRows = Callable[[], list[dict[str, Any]]]
 
@@ -34,15 +37,11 @@ def admin_app(
     router: Router, in_force: Callable[[], GatewayConfig], engine_rows: EngineRows
 ) -> FastAPI:
     """Put the admin listener together; `in_force` returns the configuration as last reloaded."""
-    app = FastAPI(title="mooncake-gateway admin", redirect_slashes=False)
-
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return Response(error.body, error.status, media_type="application/json")
-
-    @app.exception_handler(ClientLeft)
-    async def client_left(_: Request, __: ClientLeft) -> Response:
-        return Response(status_code=CLIENT_LEFT)
+    app = FastAPI(
+        title="mooncake-gateway admin",
+        redirect_slashes=False,
+        exception_handlers=error_handlers(),
+    )
 
     @app.get("/metrics", summary="Prometheus metrics.")
     async def metrics() -> Response:
@@ -56,12 +55,33 @@ def admin_app(
     async def policy() -> dict[str, Any]:
         return _policy(router, in_force())
 
-    @app.put("/gateway/policy", summary="Let another policy act, from the next request on.")
-    async def set_policy(choice: PolicyChoice) -> dict[str, Any]:
+    @app.put(
+        "/gateway/policy",
+        summary="Let another policy act, from the next request on.",
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": PolicyChoice.model_json_schema()}},
+            }
+        },
+    )
+    async def set_policy(request: Request) -> dict[str, Any]:
+        # Read here and not by the framework, which takes a body without a Content-Type for no JSON.
+        headers = dict(request.scope["headers"])
+        raw = await read_body(request.receive, headers, in_force().limits.body_bytes)
+        wanted = _choice(decode(raw).fields)
+        before = router.policies.acting
         try:
-            router.policies.act(choice.policy)
+            router.policies.act(wanted)
         except base.PolicyError as error:
             raise ApiError(Fault.UNKNOWN_POLICY, str(error), param="policy") from error
+        peer = f"{request.client.host}:{request.client.port}" if request.client else "unknown"
+        log.info(
+            "policy %s acts in place of %s, by PUT /gateway/policy",
+            wanted,
+            before,
+            extra={"fields": {"peer": peer, "from": before, "to": wanted}},
+        )
         return _policy(router, in_force())
 
     @app.post("/gateway/explain", summary="What every policy would do with this body, and why.")
@@ -78,7 +98,7 @@ def admin_app(
         except UnknownModel as error:
             raise unknown_model(router, str(error)) from error
         except RenderError as error:
-            raise ApiError(Fault.MALFORMED, str(error)) from error
+            raise unrenderable(error) from error
         return _explanation(router, explanation)
 
     @app.get("/gateway/decisions", summary="Recent decisions, newest first.")
@@ -93,6 +113,21 @@ def admin_app(
         return in_force().model_dump(mode="json")
 
     return app
+
+
+def _choice(fields: dict[str, Any]) -> str:
+    """Return the policy that a body names.
+
+    Raises:
+        ApiError: MALFORMED for anything but `{"policy": NAME}`.
+    """
+    expected = 'the body must be {"policy": NAME}; GET /gateway/policy lists the names'
+    if odd := sorted(fields.keys() - {"policy"}):
+        raise ApiError(Fault.MALFORMED, f"unknown key {odd[0][:60]!r}: {expected}")
+    name = fields.get("policy")
+    if not isinstance(name, str):
+        raise ApiError(Fault.MALFORMED, f"`policy` is no name: {expected}", param="policy")
+    return name
 
 
 def _policy(router: Router, config: GatewayConfig) -> dict[str, Any]:

@@ -23,6 +23,16 @@ from gateway.proxy.relay import Receive
 # report mode makes the engine announce blocks again, which event readers must not count twice.
 _ENGINE_FIELDS = ("kv_transfer_params",)
 _ENGINE_XARGS = ("kv_transfer_params", "kv_cache_report_mode")
+_FULL_REPORT = b'"vllm_xargs":{"kv_cache_report_mode":"full"}'
+
+_KINDS = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 class ClientLeft(Exception):
@@ -79,14 +89,19 @@ def decode(raw: bytes) -> Body:
         try:
             fields = json.loads(raw)
         except (ValueError, RecursionError):
-            raise ApiError(Fault.MALFORMED, f"the body is not valid JSON: {error}") from error
+            raise ApiError(
+                Fault.MALFORMED, f"the body is not valid JSON: {error}; send one JSON object, UTF-8"
+            ) from error
         unreadable = f"the body is unusual JSON: {error}"
     except RecursionError as error:
-        raise ApiError(Fault.MALFORMED, "the body is nested too deeply") from error
+        raise ApiError(Fault.MALFORMED, "the body is nested too deeply; flatten it") from error
     finally:
         gc.enable()
     if not isinstance(fields, dict):
-        raise ApiError(Fault.MALFORMED, "the body must be a JSON object")
+        raise ApiError(
+            Fault.MALFORMED,
+            f"the body must be a JSON object with named fields, not {_KINDS[type(fields)]}",
+        )
     return Body(raw, fields, unreadable)
 
 
@@ -109,8 +124,22 @@ def refuse_engine_fields(fields: dict[str, Any]) -> None:
         )
 
 
+def with_full_report(body: Body) -> bytes:
+    """Return the body's bytes with a request that the engine announce what it holds of the prompt.
+
+    The field is put in front of the others; nothing is serialised anew. Bodies that
+    have a `vllm_xargs` of their own stay as they are.
+    """
+    if "vllm_xargs" in body.fields:
+        return body.raw
+    brace = body.raw.index(b"{") + 1
+    comma = b"," if body.fields else b""
+    return b"".join((body.raw[:brace], _FULL_REPORT, comma, body.raw[brace:]))
+
+
 def _too_large(limit: int) -> ApiError:
     return ApiError(
         Fault.TOO_LARGE,
-        f"the body is larger than {limit} bytes, the limit set by limits.body_bytes",
+        f"the body is larger than {limit} bytes; send a smaller one (the operator sets the limit "
+        "with limits.body_bytes)",
     )

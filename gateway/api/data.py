@@ -7,11 +7,10 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI, Response
 from starlette.routing import Route
 
-from gateway.api.errors import ApiError, Fault
+from gateway.api.handlers import error_handlers
 from gateway.api.inference import Inference, unknown_model
 from gateway.fleet.fleet import Fleet
 from gateway.routing import Router
@@ -27,10 +26,7 @@ def data_app(
         title="mooncake-gateway",
         description="An OpenAI-compatible front door for vLLM engines that share a Mooncake pool.",
         redirect_slashes=False,
-        exception_handlers={
-            HTTPException: _http_error,
-            ApiError: _api_error,
-        },
+        exception_handlers=error_handlers(),
     )
 
     @app.head("/health", include_in_schema=False)
@@ -80,29 +76,6 @@ def _cards(fleet: Fleet, model: str) -> list[dict[str, Any]]:
         if engine.cards:
             return engine.cards
     return [{"id": model, "object": "model", "created": 0, "owned_by": "vllm"}]
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        known = ApiError(Fault.METHOD_NOT_ALLOWED, "this route does not take that method")
-    else:
-        known = ApiError(
-            Fault.ROUTE_NOT_FOUND, "there is no such route here; /docs lists those there are"
-        )
-    answer = _response(known)
-    answer.headers.update(error.headers or {})
-    return answer
-
-
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _response(error)
-
-
-def _response(error: ApiError) -> Response:
-    headers = {name.decode(): value.decode() for name, value in error.headers}
-    return Response(error.body, error.status, headers=headers)
 
 
 def _describe(app: FastAPI, inference: list[Inference]) -> None:

@@ -48,19 +48,27 @@ _TABLE = {
     Fault.TOO_LARGE: _Row(413, "invalid_request_error"),
     Fault.REJECTED: _Row(429, "rate_limit_error", retry_after=1),
     Fault.INTERNAL: _Row(500, "internal_error"),
-    Fault.ENGINE_FAILED: _Row(502, "engine_error"),
+    Fault.ENGINE_FAILED: _Row(502, "engine_error", retry_after=1),
     Fault.NO_ENGINE: _Row(503, "overloaded_error", retry_after=1),
     Fault.ENGINE_TIMEOUT: _Row(504, "timeout_error"),
 }
 
 
 class ApiError(Exception):
-    """An answer of the gateway's own."""
+    """An answer of the gateway's own; `detail` is what the log says in place of the message."""
 
-    def __init__(self, fault: Fault, message: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        fault: Fault,
+        message: str,
+        param: str | None = None,
+        *,
+        detail: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.fault = fault
         self.param = param
+        self.detail = detail or message
 
     @property
     def status(self) -> int:

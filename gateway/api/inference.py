@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from connector.render import RenderError
-from gateway.api.body import Body, ClientLeft, decode, read_body, refuse_engine_fields
+from gateway.api.body import (
+    Body,
+    ClientLeft,
+    decode,
+    read_body,
+    refuse_engine_fields,
+    with_full_report,
+)
 from gateway.api.errors import ApiError, Fault, answer_error, error_event
 from gateway.api.session import session_key
 from gateway.prompt.reader import Kind
@@ -43,6 +50,7 @@ access = logging.getLogger("gateway.access")
 log = logging.getLogger("gateway.api")
 
 # What may be echoed in a header and looked for in a log.
+_FIELD = re.compile(r"`([^`]+)`")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -102,13 +110,17 @@ class Inference:
         except ClientLeft:
             trouble = "the client left before its body was whole"
         except ApiError as error:
-            status, trouble = error.status, str(error)
+            status, trouble = error.status, error.detail
             await answer_error(send, error, own)
         except UpstreamError as error:
             timeout = relay is not None and relay.status == 504
             fault = Fault.ENGINE_TIMEOUT if timeout else Fault.ENGINE_FAILED
-            answer = ApiError(fault, f"no engine gave an answer; the last one tried: {error}")
-            status, trouble = answer.status, str(error)
+            last = placement.record.engine if placement else "none"
+            answer = ApiError(
+                fault, f"no engine gave an answer; the last one tried, {last}: {error.cause}"
+            )
+            # Clients learn the engine's id, and never its address.
+            status, trouble = answer.status, f"{last}: {error}"
             await answer_error(send, answer, own)
         except StreamBroken as error:
             status, trouble = relay.status if relay else 502, str(error)
@@ -159,11 +171,11 @@ class Inference:
         except UnknownPolicy as error:
             raise ApiError(Fault.UNKNOWN_POLICY, str(error)) from error
         except RenderError as error:
-            raise ApiError(Fault.MALFORMED, str(error)) from error
+            raise unrenderable(error) from error
         except Rejected as error:
             raise ApiError(Fault.REJECTED, str(error)) from error
         except NoEngine as error:
-            raise ApiError(Fault.NO_ENGINE, str(error)) from error
+            raise ApiError(Fault.NO_ENGINE, str(error), detail=error.detail) from error
 
     def _outgoing(
         self,
@@ -189,7 +201,7 @@ class Inference:
             method="POST",
             path=self.route,
             headers=forwarded(headers, request_id=record.id, api_key=self.settings.api_key),
-            body=body.raw,
+            body=with_full_report(body) if placement.reports else body.raw,
             answer_headers=answer_headers,
             error_event=error_event,
         )
@@ -246,15 +258,26 @@ def to_request(
         # The engines, too, take a missing model for the only one.
         model = next(iter(router.rooms))
     if not isinstance(model, str):
-        raise ApiError(Fault.MALFORMED, "`model` must be the name of a model", param="model")
+        wrong = "`model` is missing" if model is None else "`model` must be a string"
+        raise ApiError(
+            Fault.MALFORMED, f"{wrong}; name one of those served: {_served(router)}", param="model"
+        )
     if kind == "chat":
         messages = fields.get("messages")
         if not isinstance(messages, list) or not messages:
+            wrong = "missing" if messages is None else "empty" if messages == [] else "no list"
             raise ApiError(
-                Fault.MALFORMED, "`messages` must be a list of messages, not empty", "messages"
+                Fault.MALFORMED,
+                f"`messages` is {wrong}; send a list of at least one message, such as "
+                '{"role": "user", "content": "..."}',
+                param="messages",
             )
     elif fields.get("prompt") is None and fields.get("prompt_embeds") is None:
-        raise ApiError(Fault.MALFORMED, "`prompt` is missing", param="prompt")
+        raise ApiError(
+            Fault.MALFORMED,
+            "`prompt` is missing; send a string, a list of strings or a list of token ids",
+            param="prompt",
+        )
     return Request(
         id=request_id,
         route=route,
@@ -270,8 +293,19 @@ def to_request(
 
 def unknown_model(router: Router, name: str) -> ApiError:
     """Return the error for a model that nobody serves."""
-    served = ", ".join(repr(model) for model in router.rooms)
     asked = name if len(name) <= 100 else name[:100] + "..."
     return ApiError(
-        Fault.MODEL_NOT_FOUND, f"there is no model {asked!r} here; served: {served}", param="model"
+        Fault.MODEL_NOT_FOUND,
+        f"there is no model {asked!r} here; served: {_served(router)}",
+        param="model",
     )
+
+
+def unrenderable(error: RenderError) -> ApiError:
+    """Return the error for a body that is no prompt; its text begins with the field's name."""
+    named = _FIELD.match(str(error))
+    return ApiError(Fault.MALFORMED, str(error), param=named[1] if named else None)
+
+
+def _served(router: Router) -> str:
+    return ", ".join(repr(model) for model in router.rooms)

@@ -217,12 +217,22 @@ class Fleet:
                 listener.engine_reported(engine)
 
     def _failed(self, engine: Engine, error: str) -> None:
+        before, news = engine.state, error != engine.error
         engine.failures += 1
         engine.error = error
         if engine.state is State.READY:
             self._move(engine, State.SUSPECT)
         if engine.state is State.SUSPECT and engine.failures >= self._probing.failures:
             self._move(engine, State.DOWN)
+        if news and engine.state is before and before in (State.STARTING, State.DOWN):
+            log.warning(
+                "engine %s at %s %s: %s",
+                engine.id,
+                engine.config.url,
+                "has not answered yet" if before is State.STARTING else "is still down",
+                error,
+                extra={"fields": {"engine": engine.id, "url": engine.config.url, "cause": error}},
+            )
 
     def _move(self, engine: Engine, state: State) -> None:
         before, engine.state, engine.since = engine.state, state, self._clock()

@@ -74,12 +74,20 @@ class Permit:
 class Breaker:
     """A breaker that opens after `failures` failed calls in a row and rests `seconds`.
 
-    `clock` gives seconds and never runs backwards. `opened` counts how often it
+    `clock` gives seconds and never runs backwards. `moved` is told of every
+    change of state, with the state before and after. `opened` counts how often it
     went from closed to open; `refused` the calls it did not let pass.
     """
 
-    def __init__(self, failures: int, seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        failures: int,
+        seconds: float,
+        clock: Callable[[], float],
+        moved: Callable[[State, State], None] | None = None,
+    ) -> None:
         self.state = State.CLOSED
+        self._moved = moved
         self.opened = 0
         self.refused = 0
         self._failures = failures
@@ -126,4 +134,6 @@ class Breaker:
         self._rested_at = self._clock() + seconds
 
     def _move(self, event: Event) -> None:
-        self.state = TRANSITIONS[self.state, event]
+        before, self.state = self.state, TRANSITIONS[self.state, event]
+        if self._moved is not None:
+            self._moved(before, self.state)

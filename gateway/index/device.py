@@ -12,6 +12,11 @@ is believed until the block is announced as removed, makes way when the device
 has no room for it, and becomes an ordinary count of one when the block is
 announced as stored: rather one copy too few than a block that is never dropped.
 
+An engine can be asked to announce a prompt's cached blocks anew (*reports*). On
+the wire that looks like second copies, which it is not; so whoever asks says so
+first (`expect_report`), and the next event that begins with that prompt's first
+block names what is there without adding to it.
+
 Everything here is synchronous and belongs to one event loop.
 """
 
@@ -55,18 +60,29 @@ class _Group:
         return block in self.heard or block in self.hearsay
 
 
+class Report:
+    """A report that is awaited of an engine; compared by identity."""
+
+    __slots__ = ("first",)
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+
 class _Engine:
     """The device cache of one engine; `copies` is the sum of all heard counts."""
 
-    __slots__ = ("copies", "groups", "limit")
+    __slots__ = ("copies", "groups", "limit", "reports")
 
     def __init__(self, limit: int | None) -> None:
         self.groups: dict[int, _Group] = {}
+        self.reports: dict[tuple[int, int], list[Report]] = {}  # by (group, first block)
         self.copies = 0
         self.limit = limit
 
     def clear(self) -> None:
         self.groups.clear()
+        self.reports.clear()
         self.copies = 0
 
     def trim_hearsay(self) -> None:
@@ -90,7 +106,7 @@ class DeviceIndex:
 
     Counters, for telemetry: `events` applied, `ignored` (another medium),
     `unknown` blocks removed that were never heard of, `flushes` (for whatever
-    reason), `overflows` (flushes because of the limit).
+    reason), `overflows` (flushes because of the limit), `reported` (reports applied).
 
     A sliding-window group holds only the end of a long prompt; as the leading
     run is the least over all groups, such engines get credit for short prompts
@@ -103,6 +119,7 @@ class DeviceIndex:
         self.unknown = 0
         self.flushes = 0
         self.overflows = 0
+        self.reported = 0
         self._limit = limit
         self._engines: dict[EngineKey, _Engine] = {}
 
@@ -118,16 +135,43 @@ class DeviceIndex:
             group = engine.groups[event.group_idx or 0] = _Group()
         group.block_size = event.block_size
         heard, hearsay = group.heard, group.hearsay
-        for block in event.block_hashes:
+        blocks = event.block_hashes
+        if engine.reports and self._is_report(engine, event):
+            self.reported += 1
+            blocks = [block for block in blocks if block not in heard]
+        for block in blocks:
             heard[block] = heard.get(block, 0) + 1
             if hearsay:
                 hearsay.pop(block, None)
-        engine.copies += len(event.block_hashes)
+        engine.copies += len(blocks)
         if engine.limit is not None and engine.copies > engine.limit:
             self.overflows += 1
             self.flush(key)
         elif hearsay:
             engine.trim_hearsay()
+
+    def expect_report(self, key: EngineKey, first: int) -> Report:
+        """Expect that engine `key` announces anew what it holds of a prompt with this first block.
+
+        Where that prompt is not cached there its first blocks are announced as
+        stored instead, which then serves as the report. One report comes for each
+        group. What is returned is to be handed to `withdraw_report` in the end.
+        """
+        report = Report(first)
+        engine = self._engine(key)
+        for group in engine.groups or (0,):
+            engine.reports.setdefault((group, first), []).append(report)
+        return report
+
+    def withdraw_report(self, key: EngineKey, report: Report) -> None:
+        """Expect this report no more, if it has not come."""
+        engine = self._engines.get(key)
+        if engine is not None:
+            for place in [place for place in engine.reports if place[1] == report.first]:
+                left = [one for one in engine.reports[place] if one is not report]
+                engine.reports[place] = left
+                if not left:
+                    del engine.reports[place]
 
     def remove(self, key: EngineKey, event: BlockRemoved) -> None:
         """Count one copy less of each block of the event; the last one removes the block."""
@@ -195,6 +239,25 @@ class DeviceIndex:
         engine.trim_hearsay()
         return count
 
+    def doubted(self, key: EngineKey, chain: Chain, tokens: int) -> int:
+        """Believe no longer what was inferred of a chain beyond its first `tokens` tokens.
+
+        For an engine that reports less as cached than it was believed to hold: a
+        removal was missed, or hearsay was wrong. What its events told stays, since
+        they will also tell of its end. Returns how many blocks were given up.
+        """
+        engine = self._engines.get(key)
+        count = 0
+        for group in engine.groups.values() if engine else ():
+            if not group.hearsay:
+                continue
+            blocks = group.blocks(chain.ids, chain.block_size)
+            for block in blocks[tokens // (group.block_size or chain.block_size) :]:
+                if block in group.hearsay:
+                    del group.hearsay[block]
+                    count += 1
+        return count
+
     def leading(
         self, chain: Chain, *, keys: Iterable[EngineKey] | None = None
     ) -> dict[EngineKey, int]:
@@ -220,6 +283,18 @@ class DeviceIndex:
                 found[key] = tokens
         return found
 
+    def announced(self, key: EngineKey, chain: Chain) -> bool:
+        """Tell whether engine `key` has itself named the last block of a chain, in any group."""
+        engine = self._engines.get(key)
+        if engine is None:
+            return False
+        lasts = (g.blocks(chain.ids, chain.block_size)[-1:] for g in engine.groups.values())
+        return any(
+            last[0] in group.heard
+            for group, last in zip(engine.groups.values(), lasts, strict=True)
+            if last
+        )
+
     def size(self, key: EngineKey) -> int:
         """Return how many different blocks engine `key` is believed to hold, over all groups."""
         engine = self._engines.get(key)
@@ -230,6 +305,19 @@ class DeviceIndex:
     def keys(self) -> tuple[EngineKey, ...]:
         """Return the engines known here, in the order they appeared."""
         return tuple(self._engines)
+
+    def _is_report(self, engine: _Engine, event: BlockStored) -> bool:
+        """Tell whether an event is a report that was asked for, and count it as come."""
+        if event.parent_block_hash is not None or not event.block_hashes:
+            return False
+        place = (event.group_idx or 0, event.block_hashes[0])
+        expected = engine.reports.get(place)
+        if not expected:
+            return False
+        expected.pop(0)
+        if not expected:
+            del engine.reports[place]
+        return True
 
     def _engine(self, key: EngineKey) -> _Engine:
         engine = self._engines.get(key)

@@ -11,8 +11,11 @@ and made it known; from then on, for a few seconds, runs end there.
 
 A look-up has a deadline, connecting included, and a breaker before it. It never
 raises and never hides: `PoolAnswer.state` says what became of it, and whatever
-was known by then is in its spans. Only `/batch_query_keys` is asked, which
-leaves no lease: leases would keep alive what nobody loads.
+was known by then is in its spans. A deadline that passed while this process was
+itself too busy to look says nothing of the master: such a look-up is `late`, and
+goes on in the background until it is known whether the master answers. Only
+`/batch_query_keys` is asked, which leaves no lease: leases would keep alive what
+nobody loads.
 
 The client is aiohttp, as on the data path, and not httpx, as in the rest of the
 control plane: this request precedes every turn, and httpx spends 1.6 ms of CPU
@@ -45,7 +48,8 @@ from connector.pool import (
     query_path,
 )
 from gateway.index.boundary import Boundary
-from gateway.index.breaker import Breaker, State
+from gateway.index.breaker import Breaker, Permit, State
+from gateway.index.lag import Lag
 from policies.base import PoolSpan, Tier
 
 log = logging.getLogger(__name__)
@@ -54,10 +58,14 @@ _COST = {Tier.MEMORY: 0, Tier.SSD: 1, Tier.DISK: 2}
 
 
 class LookupState(StrEnum):
-    """What became of a look-up. Only `ok` found the end of the run."""
+    """What became of a look-up. Only `ok` found the end of the run.
+
+    `deadline` is the master's slowness, `late` this process's own.
+    """
 
     OK = "ok"
     DEADLINE = "deadline"
+    LATE = "late"
     BREAKER = "breaker"
     ERROR = "error"
 
@@ -106,6 +114,7 @@ class Limits:
     refresh_seconds: float = 10.0
     refresh_pause: float = 1.0
     refresh_timeout: float = 2.0
+    late_seconds: float = 0.25
 
 
 @dataclass(slots=True)
@@ -168,7 +177,13 @@ class PoolIndex:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = PoolCounters()
-        self.breaker = Breaker(config.breaker_failures, config.breaker_seconds, clock)
+        self.breaker = Breaker(
+            config.breaker_failures, config.breaker_seconds, clock, self._breaker_moved
+        )
+        self.refreshed_at: float | None = None
+        """When the list in `segments` was asked for, on this index's clock."""
+        self.refresh_error: str | None = None
+        """Why the last attempt to read the list failed."""
         self._config = config
         self._keys = keys
         self._limits = limits
@@ -184,6 +199,9 @@ class PoolIndex:
         self._holes: OrderedDict[int, float] = OrderedDict()
         self._queue: OrderedDict[int, tuple[Chain, int | None]] = OrderedDict()
         self._queued = asyncio.Event()
+        self._searches: set[asyncio.Task[None]] = set()
+        self._failure = ""  # of the last look-up that failed
+        self._told: set[State] = set()  # states of the breaker that are in the log, this outage
 
     def start(self) -> None:
         """Begin the background work."""
@@ -197,9 +215,10 @@ class PoolIndex:
 
     async def close(self) -> None:
         """End the background work and close the connections, unless they were given."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._searches]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks = []
         if self._own is not None:
             await self._own.close()
@@ -209,6 +228,24 @@ class PoolIndex:
     def segments(self) -> dict[str, Segment]:
         """The master's segments by transfer endpoint, as last heard."""
         return self._segments
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong with the master, in words for an operator; None: nothing known of."""
+        unheard = self.refresh_error and f"it does not list its segments ({self.refresh_error})"
+        if self.breaker.state is not State.CLOSED:
+            again = f"turns go without the pool for {self._config.breaker_seconds:g} s at a time"
+            return "; ".join(filter(None, (self._failure, unheard, again)))
+        if unheard:
+            return (
+                f"the pool's master at {self._master}: {unheard}; it must be up, and pool.master "
+                "the URL of its HTTP port (--metrics_port, 9003 by default), not of its RPC port"
+            )
+        return None
+
+    def look_again(self) -> None:
+        """Have the list of segments read anew, as soon as `refresh_pause` allows."""
+        self._stale.set()
 
     def mask(self, segments: Iterable[str]) -> None:
         """Take these segments, by name, for dead, and no others.
@@ -221,7 +258,8 @@ class PoolIndex:
     async def lookup(self, chain: Chain, *, limit_blocks: int | None = None) -> PoolAnswer:
         """Find the leading run of a chain, or of its first `limit_blocks` blocks.
 
-        Ends within `config.deadline`; never raises but for its own cancellation.
+        Ends within `config.deadline`, or a quarter later where this process is itself late;
+        never raises but for its own cancellation.
         """
         began = self._clock()
         blocks = len(chain) if limit_blocks is None else min(len(chain), limit_blocks)
@@ -235,21 +273,8 @@ class PoolIndex:
             if permit is None:
                 state, reason = LookupState.BREAKER, "the master failed; it is tried again soon"
             else:
-                try:
-                    async with asyncio.timeout(self._config.deadline):
-                        await self._search(search)
-                    permit.succeeded()
-                    self._remember(chain, search.boundary.run)
-                except TimeoutError:
-                    permit.failed()
-                    state = LookupState.DEADLINE
-                    reason = f"no answer of the master in {self._config.deadline:g} s"
-                except (aiohttp.ClientError, OSError, PoolError) as error:
-                    permit.failed()
-                    state, reason = LookupState.ERROR, f"{type(error).__name__}: {error}"
-                    log.warning("pool look-up at %s failed: %s", self._master, reason)
-                finally:
-                    permit.abandoned()
+                state, failure = await self._in_time(search, permit)
+                reason = failure or reason
         self.counters.lookups[state] += 1
         self.counters.keys_asked += search.keys_asked
         self.counters.round_trips += search.round_trips
@@ -312,17 +337,142 @@ class PoolIndex:
 
     async def refresh(self) -> bool:
         """Read the master's segment list anew; tell whether that succeeded."""
+        asked_at = self._clock()
         try:
             async with asyncio.timeout(self._limits.refresh_timeout):
                 self._segments = parse_segments(await self._get("/get_segments_detail"))
         except (TimeoutError, aiohttp.ClientError, OSError, PoolError) as error:
             self.counters.refresh_failed += 1
-            log.info("the segment list of %s cannot be had: %r", self._master, error)
+            said, self.refresh_error = self.refresh_error, _words(error)
+            if self.refresh_error != said:
+                log.warning(
+                    "the pool's master at %s does not list its segments: %s; pool.master must be "
+                    "the URL of its HTTP port (--metrics_port), not of its RPC port",
+                    self._master,
+                    self.refresh_error,
+                )
             return False
+        if self.refresh_error is not None:
+            log.info("the pool's master at %s lists its segments again", self._master)
         self.counters.refreshed += 1
+        self.refreshed_at, self.refresh_error = asked_at, None
         return True
 
+    async def objects(self, chain: Chain) -> int | None:
+        """Return how many objects of a chain's first or last block there are, of `width`.
+
+        The greater number counts. None when the master did not answer, which
+        does not move the breaker; nor is it asked while that is open.
+        """
+        if self.breaker.state is not State.CLOSED:
+            return None
+        blocks = [self._keys.objects(chain.hex(i)) for i in (0, len(chain) - 1)]
+        try:
+            async with asyncio.timeout(self._limits.verify_timeout):
+                found = await self._query([key for names in blocks for key in names])
+        except (TimeoutError, aiohttp.ClientError, OSError, PoolError) as error:
+            log.info("whether the pool holds a turn's blocks cannot be told: %r", error)
+            return None
+        return max(sum(name in found for name in names) for names in blocks)
+
+    @property
+    def width(self) -> int:
+        """Objects per block."""
+        return self._keys.width
+
     # -- the search ------------------------------------------------------------
+
+    async def _in_time(self, search: _Search, permit: Permit) -> tuple[LookupState, str]:
+        """Search within the deadline, and give the permit back with the master's verdict.
+
+        A search that is late through this process's own fault gets a quarter of
+        the deadline more, for its answer may lie in the socket; if that does not
+        do, the turn goes on without it, and the verdict comes later.
+        """
+        deadline = self._config.deadline
+        slack, lag = deadline / 4, Lag(deadline / 4)
+        task = asyncio.ensure_future(self._search(search))
+        self._searches.add(task)
+        task.add_done_callback(self._searches.discard)
+        judging = False
+        try:
+            await asyncio.wait((task,), timeout=deadline)
+            late = lag.worst > slack
+            if late and not task.done():
+                await asyncio.wait((task,), timeout=slack)
+            if task.done():
+                return self._judged(task, search, permit)
+            if not late:
+                self._fail(permit, self._too_slow(deadline))
+                return LookupState.DEADLINE, f"no answer of the master in {deadline:g} s"
+            judging = True
+            self._judge_later(task, search, permit)
+            return LookupState.LATE, f"the gateway itself was late by {lag.worst:.3f} s"
+        finally:
+            lag.end()
+            if not judging:
+                task.cancel()
+                permit.abandoned()
+
+    def _judge_later(self, task: asyncio.Task[None], search: _Search, permit: Permit) -> None:
+        """Give the permit back when the search ends, or after `late_seconds` for a failure."""
+
+        def give_up() -> None:
+            if task.done():
+                return
+            self._fail(permit, self._too_slow(self._limits.late_seconds))
+            task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self._limits.late_seconds, give_up)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            timer.cancel()
+            try:
+                if not task.cancelled():
+                    self._judged(task, search, permit)
+            finally:
+                permit.abandoned()
+
+        task.add_done_callback(ended)
+
+    def _judged(
+        self, task: asyncio.Task[None], search: _Search, permit: Permit
+    ) -> tuple[LookupState, str]:
+        """Give the permit back for a search that has ended by itself."""
+        try:
+            task.result()
+        except (aiohttp.ClientError, OSError, PoolError) as error:
+            self._fail(permit, f"the pool's master at {self._master} fails: {_words(error)}")
+            return LookupState.ERROR, _words(error)
+        permit.succeeded()
+        self._remember(search.chain, search.boundary.run)
+        return LookupState.OK, ""
+
+    def _too_slow(self, seconds: float) -> str:
+        if seconds == self._config.deadline:
+            limit = f"pool.deadline ({1000 * seconds:g} ms)"
+        else:
+            limit = f"pool.deadline by far ({1000 * seconds:g} ms)"
+        return f"look-ups at the pool's master, {self._master}, exceed {limit}"
+
+    def _fail(self, permit: Permit, why: str) -> None:
+        self._failure = why
+        permit.failed()
+
+    def _breaker_moved(self, before: State, after: State) -> None:
+        """Log each state once in an outage: probes go on every few seconds."""
+        if before is State.CLOSED:
+            self._told = {State.OPEN}
+            log.warning(
+                "breaker open: %s; turns go without the pool, one look-up is tried every %g s",
+                self._failure,
+                self._config.breaker_seconds,
+            )
+        elif after is State.CLOSED:
+            log.info("breaker closed: the pool's master at %s answers again", self._master)
+        elif after not in self._told:
+            self._told.add(after)
+            log.info("breaker half-open: the pool's master at %s is tried again", self._master)
 
     async def _search(self, search: _Search) -> None:
         boundary, limits, width = search.boundary, self._limits, self._keys.width
@@ -432,8 +582,10 @@ class PoolIndex:
     async def _refresh_always(self) -> None:
         while True:
             self._stale.clear()
-            await self.refresh()
+            heard = await self.refresh()
             await asyncio.sleep(self._limits.refresh_pause)
+            if not heard:
+                continue
             try:
                 async with asyncio.timeout(
                     max(0.0, self._limits.refresh_seconds - self._limits.refresh_pause)
@@ -452,6 +604,10 @@ class PoolIndex:
                     continue
                 await self.verify(chain, blocks=blocks)
             self._queued.clear()
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def _ended(task: asyncio.Task[None]) -> None:

@@ -83,7 +83,8 @@ class SubscriberStatus:
     `connected` tells of the socket, `state` of the contents. `errors` counts
     messages that could not be read and sockets that failed; `unusable` events
     whose hashes are not those of the prompt (speculative look-ahead); `unknown`
-    events of types this gateway has never heard of.
+    events of types this gateway has never heard of. `topic` is that of the last
+    message heard, at most 128 characters of it.
     """
 
     engine: str
@@ -103,6 +104,7 @@ class SubscriberStatus:
     errors: int
     unknown: int
     unusable: int
+    topic: str
 
 
 def rank_endpoint(endpoint: str, rank: int) -> str:
@@ -175,6 +177,7 @@ class Subscriber:
         self._errors = 0
         self._unknown = 0
         self._unusable = 0
+        self._topic = b""
 
     def start(self) -> None:
         """Begin to listen, in a task of its own. A closed subscriber stays closed."""
@@ -221,6 +224,7 @@ class Subscriber:
             errors=self._errors,
             unknown=self._unknown,
             unusable=self._unusable,
+            topic=self._topic.decode("utf-8", "replace"),
         )
 
     async def until(self, reached: Callable[[SubscriberStatus], bool]) -> SubscriberStatus:
@@ -318,6 +322,7 @@ class Subscriber:
         if len(frames) != 3 or len(frames[1]) != 8:
             self._failed(f"a message of {len(frames)} frames is not [topic, seq, payload]")
             return
+        self._topic = frames[0][:128]
         seq, payload = int.from_bytes(frames[1], "big"), frames[2]
         last = self._last
         if last is None and not self._connected:

@@ -39,6 +39,8 @@ _RETRIES: dict[Cause, int | None] = {
     Cause.FIRST_BYTE_TIMEOUT: 0,
     Cause.NO_SOCKET: 0,
 }
+# What can become of an attempt that gave no answer.
+ATTEMPT_CAUSES = tuple(_RETRIES)
 _UNREACHABLE = (Cause.REFUSED, Cause.CONNECT_TIMEOUT, Cause.RESET)
 
 _HOP_BY_HOP = frozenset(
@@ -90,8 +92,8 @@ class Errand(Protocol):
         """An attempt at `targets[index]` begins."""
         ...
 
-    def failed(self, index: int, cause: str, *, unreachable: bool) -> None:
-        """That attempt gave no answer."""
+    def failed(self, index: int, cause: str, detail: str, *, unreachable: bool) -> None:
+        """That attempt gave no answer; `detail` is for operators' eyes."""
         ...
 
     def first_token(self) -> None:
@@ -228,7 +230,10 @@ class Relay:
             except UpstreamError as error:
                 last = error
                 self._errand.failed(
-                    index, str(error.cause), unreachable=error.cause in _UNREACHABLE
+                    index,
+                    str(error.cause),
+                    str(error),
+                    unreachable=error.cause in _UNREACHABLE,
                 )
                 allowed = _RETRIES.get(error.cause, 0)
                 done = retried[error.cause] = retried.get(error.cause, 0) + 1
@@ -274,7 +279,7 @@ class Relay:
         tail = Tail(stream=stream)
         if not encoded:
             self._tail = tail
-        if stream and piece:
+        if stream and piece and answer.status < 400:
             self._errand.first_token()
         try:
             while piece:
@@ -297,6 +302,8 @@ class Relay:
             raise StreamBroken(str(error)) from error
         if answer.status < 400:
             self._ending = Ending.DONE
+        elif answer.status < 500:
+            self._ending = Ending.REFUSED
         # Before the client knows that it has everything: its next turn finds this one settled.
         self._end()
         await send({"type": "http.response.body", "body": b""})

@@ -14,10 +14,14 @@ from typing import Any
 
 @dataclass(slots=True)
 class Attempt:
-    """One try at an engine; `failed` is None for the one that answered."""
+    """One try at an engine; `failed` is None for the one that answered.
+
+    `detail` says more of a failure, addresses included: clients never see it.
+    """
 
     engine: str
     failed: str | None = None
+    detail: str | None = None
 
 
 @dataclass(slots=True)

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway.telemetry.decisions import Record
+from policies.base import Ending
 
 PREFIX = "mooncake_gateway_"
 
@@ -37,6 +44,8 @@ class Metrics:
     """One registry, and a method for each thing that happens."""
 
     def __init__(self) -> None:
+        # Process-wide, and a series for every counter and histogram less.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._sources = _Sources()
         self.registry.register(self._sources)
@@ -59,6 +68,9 @@ class Metrics:
         self._compared = counter(
             "compared_turns", "Turns whose engine reported cached tokens.", "model"
         )
+        self._uncompared = counter(
+            "uncompared_turns", "Answered turns whose engine reported no cached tokens.", "model"
+        )
         self._reported = counter(
             "reported_cached_tokens", "Cached tokens that the engines reported.", "model"
         )
@@ -67,6 +79,11 @@ class Metrics:
         )
         self._underrated = counter(
             "underrated_cached_tokens", "Cached tokens that had not been expected.", "model"
+        )
+        self._learned = counter(
+            "learned_blocks",
+            "Device blocks that no event told of, known from the engines' cached tokens.",
+            "model",
         )
         self._output = counter("output_tokens", "Output tokens that the engines reported.", "model")
         self._ttft = histogram(
@@ -80,6 +97,36 @@ class Metrics:
         )
         self._reloads = counter("config_reloads", "Reloads of the configuration.", "result")
         self._lookups = counter("pool_lookups", "Pool look-ups by result.", "model", "state")
+
+        for result in ("applied", "refused"):
+            self._reloads.labels(result)
+
+    def expect_model(self, model: str, lookup_states: Iterable[str]) -> None:
+        """Show a model's counters from 0 on: a counter that begins at 1 hides its first event."""
+        for by_model in (
+            self._inexact,
+            self._prompt,
+            self._compared,
+            self._uncompared,
+            self._reported,
+            self._overrated,
+            self._underrated,
+            self._learned,
+            self._output,
+        ):
+            by_model.labels(model)
+        for source in ("device", "pool"):
+            self._expected.labels(model, source)
+        for state in lookup_states:
+            self._lookups.labels(model, state)
+
+    def expect_engine(self, model: str, engine: str, policy: str, causes: Iterable[str]) -> None:
+        """Show an engine's counters under a policy from 0 on."""
+        self._decisions.labels(model, policy, engine)
+        for ending in Ending:
+            self._endings.labels(model, engine, str(ending))
+        for cause in causes:
+            self._attempts.labels(engine, cause)
 
     def render(self) -> bytes:
         """Return the text page."""
@@ -115,6 +162,10 @@ class Metrics:
         """Count a look-up."""
         self._lookups.labels(model, state).inc()
 
+    def learned(self, model: str, blocks: int) -> None:
+        """Count device blocks that an engine's cached tokens gave away."""
+        self._learned.labels(model).inc(blocks)
+
     def ended(self, record: Record) -> None:
         """Count a turn's end, and hold what was expected against what the engine reported."""
         self._endings.labels(record.model, record.engine, record.ending).inc()
@@ -124,11 +175,12 @@ class Metrics:
             self._ttft.labels(record.model, record.policy).observe(record.ttft_seconds)
         for source, tokens in record.expected.items():
             self._expected.labels(record.model, source).inc(tokens)
-        if record.reported is None:
-            return
-        self._output.labels(record.model).inc(record.reported["output"] or 0)
-        cached = record.reported["cached"]
+        cached = record.reported["cached"] if record.reported else None
+        if record.reported is not None:
+            self._output.labels(record.model).inc(record.reported["output"] or 0)
         if cached is None:
+            if record.ending == Ending.DONE:
+                self._uncompared.labels(record.model).inc()
             return
         error = sum(record.expected.values()) - cached
         self._compared.labels(record.model).inc()

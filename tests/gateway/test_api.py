@@ -16,31 +16,104 @@ CHAT = "/v1/chat/completions"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
+COMPLETIONS = "/v1/completions"
+MESSAGE = b'{"role":"user","content":"hi"}'
+LIMIT = 4096
+
+
+def chat(messages: bytes, more: bytes = b"") -> bytes:
+    return b'{"model":"m","messages":' + messages + more + b"}"
+
+
 @pytest.mark.parametrize(
-    ("content", "status", "code", "says"),
+    ("request_line", "content", "status", "code", "param", "says", "remedy"),
     [
-        (b"{", 400, "malformed_request", "not valid JSON"),
-        (b"\xff\xfe", 400, "malformed_request", "not valid JSON"),
-        (b"[]", 400, "malformed_request", "JSON object"),
-        (b"[" * 100_000, 400, "malformed_request", ""),
-        (b'{"model":"m","messages":[]}', 400, "malformed_request", "`messages`"),
-        (b'{"model":"m","messages":"hi"}', 400, "malformed_request", "`messages`"),
-        (b'{"model":"m"}', 400, "malformed_request", "`messages`"),
-        (b'{"model":7,"messages":[{}]}', 400, "malformed_request", "`model`"),
-        (b'{"model":"n","messages":[{}]}', 404, "model_not_found", "served: 'm'"),
+        # Malformed JSON.
+        (CHAT, b"", 400, "malformed_request", None, "not valid JSON", "send one JSON object"),
+        (CHAT, b"{", 400, "malformed_request", None, "not valid JSON", "send one JSON object"),
+        (CHAT, b"\xff\xfe", 400, "malformed_request", None, "not valid JSON", "UTF-8"),
+        (CHAT, b"hello", 400, "malformed_request", None, "not valid JSON", "JSON object"),
+        (CHAT, b"[]", 400, "malformed_request", None, "not an array", "must be a JSON object"),
+        (CHAT, b'"hi"', 400, "malformed_request", None, "not a string", "must be a JSON object"),
+        (CHAT, b"null", 400, "malformed_request", None, "not null", "must be a JSON object"),
+        (CHAT, b"NaN", 400, "malformed_request", None, "not a number", "must be a JSON object"),
+        (CHAT, b"[" * LIMIT, 400, "malformed_request", None, "the body is", ""),
+        # Wrong types, empty and missing fields.
+        (CHAT, chat(b"[]"), 400, "malformed_request", "messages", "is empty", "at least one"),
+        (CHAT, chat(b'"hi"'), 400, "malformed_request", "messages", "is no list", "at least one"),
+        (CHAT, chat(b"{}"), 400, "malformed_request", "messages", "is no list", "at least one"),
+        (CHAT, b'{"model":"m"}', 400, "malformed_request", "messages", "is missing", "at least"),
+        (CHAT, chat(b"[7]"), 400, "malformed_request", "messages[0]", "must be", "an object"),
+        (
+            CHAT, chat(b'[{"role":7,"content":"x"}]'),
+            400, "malformed_request", "messages[0].role", "must be", "a string",
+        ),
+        (
+            CHAT, chat(b'[{"role":"user","content":7}]'),
+            400, "malformed_request", "messages[0].content", "must be a string", "list of parts",
+        ),
+        (
+            CHAT, chat(b"[" + MESSAGE + b"]", b',"tools":7'),
+            400, "malformed_request", "tools", "must be", "a list",
+        ),
+        (
+            CHAT, b'{"model":7,"messages":[{}]}',
+            400, "malformed_request", "model", "must be a string", "served: 'm'",
+        ),
+        (COMPLETIONS, b'{"model":"m"}', 400, "malformed_request", "prompt", "is missing", "ids"),
+        (
+            COMPLETIONS, b'{"model":"m","prompt":7}',
+            400, "malformed_request", "prompt", "must be a string", "token ids",
+        ),
+        # What there is not.
+        (
+            CHAT, b'{"model":"n","messages":[{}]}',
+            404, "model_not_found", "model", "no model 'n'", "served: 'm'",
+        ),
+        ("/v1/embeddings", b"{}", 404, "route_not_found", None, "no such route", "/docs lists"),
+        ("/v1/chat/completions/", b"{}", 404, "route_not_found", None, "no such route", "/docs"),
+        (f"GET {CHAT}", None, 405, "method_not_allowed", None, "take GET", "with POST"),
+        ("DELETE /v1/models", None, 405, "method_not_allowed", None, "take DELETE", "with GET"),
+        # Too large.
+        (
+            CHAT, b" " * (LIMIT + 1),
+            413, "request_too_large", None, f"{LIMIT} bytes", "limits.body_bytes",
+        ),
+        # What is the engines' own.
+        (
+            CHAT, chat(b"[" + MESSAGE + b"]", b',"kv_transfer_params":{"do_remote_prefill":true}'),
+            400, "engine_internal_field", "kv_transfer_params", "not accepted", "remove it",
+        ),
+        (
+            CHAT, chat(b"[" + MESSAGE + b"]", b',"vllm_xargs":{"kv_transfer_params":"x"}'),
+            400, "engine_internal_field", "vllm_xargs.kv_transfer_params", "not accepted", "remove",
+        ),
     ],
-)
-async def test_bad_bodies_get_openai_shaped_errors(
-    engines: list[Scripted], content: bytes, status: int, code: str, says: str
+)  # fmt: skip
+async def test_bad_input_gets_a_clear_error_in_openais_shape(
+    engines: list[Scripted],
+    tmp_path: Path,
+    request_line: str,
+    content: bytes | None,
+    status: int,
+    code: str,
+    param: str | None,
+    says: str,
+    remedy: str,
 ) -> None:
-    async with running(settings(engines)) as up:
+    write(tmp_path / "tiny", Shape())
+    exact = {"exact": True, "tokenizer": tmp_path / "tiny"}
+    method, _, path = request_line.rpartition(" ")
+    async with running(settings(engines, model=exact, limits={"body_bytes": LIMIT})) as up:
         await up.ready(2)
-        answer = await up.client.post(CHAT, content=content)
+        answer = await up.client.request(method or "POST", path, content=content)
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (status, code)
-    assert says in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert answer.headers["x-request-id"]
+    assert (answer.status_code, error["code"], error["param"]) == (status, code, param)
+    assert says in error["message"]
+    assert remedy in error["message"]
+    assert param is None or f"{param}" in error["message"]
+    assert path not in (CHAT, COMPLETIONS) or status == 405 or answer.headers["x-request-id"]
     assert not any(engine.requests for engine in engines)
 
 

@@ -124,7 +124,9 @@ async def test_an_engines_error_passes_through(
         await up.ready(2)
         answer = await up.client.post(CHAT, json=STREAM)
         assert up.in_flight() == 0
+        (record,) = (await up.admin.get("/gateway/decisions")).json()
     assert (answer.status_code, answer.text) == (status, text)
+    assert record["ending"] == ("refused" if status < 500 else "failed")
     assert answer.headers.get("retry-after") == headers.get("Retry-After")
     assert sum(len(e.requests) for e in engines) == 1, "never asked twice"
 

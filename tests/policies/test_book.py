@@ -438,6 +438,25 @@ def test_whole_answers_leave_the_queue_when_their_first_token_should_have_come(
     assert set(book.totals()) == {0}
 
 
+def test_an_engine_is_overdue_by_its_oldest_turn_without_a_first_token(book: Book) -> None:
+    first = book.charge(decide(turn("x", 1000), A), 0.0)  # due at 1.01 by the priors
+    second = book.charge(decide(turn("y", 1000), A), 0.0)  # due at 2.01
+    assert see(book, now=1.5).overdue == 0.0
+    assert see(book, now=4.5).overdue == 3.0
+    assert see(book, now=4.9) is see(book, now=4.5)
+    first.first_token(5.0)
+    assert see(book, now=5.0).overdue == 2.0
+    second.release(Ending.FAILED, 6.0)
+    assert see(book, now=60.0).overdue == 0.0
+
+
+def test_a_turn_that_moves_is_overdue_nowhere_else(book: Book) -> None:
+    charge = book.charge(decide(turn("x", 1000), A), 0.0)
+    charge.move(decide(turn("x", 1000), B), 10.0)
+    assert see(book, A, 20.0).overdue == 0.0
+    assert see(book, B, 20.0).overdue == 8.0
+
+
 def test_own_turns_are_never_taken_for_strangers(book: Book) -> None:
     charge = book.charge(decide(turn("x", 1000), A), 0.0)
     charge.release(Ending.DONE, 1.0)

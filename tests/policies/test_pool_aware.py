@@ -67,6 +67,14 @@ def test_the_queue_is_ours_and_others() -> None:
     assert terms(ask(), busy)["queue"] == 0.55
 
 
+def test_what_hangs_is_taken_to_hang_as_long_again() -> None:
+    assert terms(ask(), view(A, overdue=3.0))["overdue"] == 3.0
+    hanging = view(A, overdue=1.0)
+    assert [c.key for c in rank(ask(device={A: 992}), hanging, view(B))] == [A, B]
+    hanging = view(A, overdue=30.0)
+    assert [c.key for c in rank(ask(device={A: 992}), hanging, view(B))] == [B, A]
+
+
 def test_requests_there_are_slowed_and_slow_down() -> None:
     # Context: 5,000 running, which this turn's 1,100 tokens slow down twice (running) and
     # twice three times (waiting): 5,000 + 8 * 1,100 = 13,800 of 100,000 that double a step,

@@ -23,21 +23,28 @@ class Known:
     key: EngineKey
     ids: list[int]
     ready_at: float
+    confirmed: bool
     until: float = float("inf")
 
 
 def naive(known: list[Known], ids: list[int], now: float) -> dict[EngineKey, Pending]:
     """Longest leading run per engine, ready with the first claim that has all of it."""
-    found: dict[EngineKey, Pending] = {}
+    runs: dict[EngineKey, dict[int, list[Known]]] = {}
     for one in known:
         if one.until <= now:
             continue
         run = 0
         while run < min(len(one.ids), len(ids)) and one.ids[run] == ids[run]:
             run += 1
-        best = found.get(one.key, Pending(0, 0.0))
-        if run and (run * BLOCK, -one.ready_at) > (best.tokens, -best.ready_at):
-            found[one.key] = Pending(run * BLOCK, one.ready_at)
+        if run:
+            runs.setdefault(one.key, {}).setdefault(run, []).append(one)
+    found: dict[EngineKey, Pending] = {}
+    for key, by_run in runs.items():
+        claims = by_run[max(by_run)]
+        ready_at = min(one.ready_at for one in claims)
+        if ready_at < now and not any(one.confirmed for one in claims):
+            ready_at = 2 * now - ready_at  # overdue: as long again as it is late
+        found[key] = Pending(max(by_run) * BLOCK, ready_at)
     return found
 
 
@@ -63,13 +70,14 @@ def test_like_a_model_that_keeps_every_block(chains: list[list[int]], seed: int)
             key, ids = chance.choice((A, B, C)), chance.choice(chains)
             ids = ids[: chance.randint(1, len(ids))]
             ready_at = now + chance.randint(0, 5)
-            claim = tree.claim(key, ids, ready_at, now)
+            silent = chance.random() < 0.3
+            claim = tree.claim(key, ids, ready_at, now, silent=silent)
             assert claim is not None
-            known.append(Known(claim, key, ids, ready_at))
+            known.append(Known(claim, key, ids, ready_at, silent))
         elif deed < 0.6:
             one = chance.choice(alive)
             tree.ready(one.claim, now)
-            one.ready_at = min(one.ready_at, now)
+            one.ready_at, one.confirmed = min(one.ready_at, now), True
         elif deed < 0.75:
             one = chance.choice(alive)
             tree.linger(one.claim, now)
@@ -127,7 +135,31 @@ def test_claims_expire_with_the_next_look() -> None:
     tree = Predictions(ttl=3.0)
     claim = tree.claim(A, chain(("x", 2)), 0.0, 0.0)
     assert claim is not None
+    tree.ready(claim, 0.0)
     tree.linger(claim, 1.0)
     assert tree.leading(chain(("x", 9)), BLOCK, 3.9) == {A: Pending(32, 0.0)}
     assert tree.leading(chain(("x", 9)), BLOCK, 4.0) == {}
     assert len(tree) == 0
+
+
+def test_what_is_overdue_is_taken_to_need_as_long_again() -> None:
+    tree = Predictions(ttl=3.0)
+    ids = chain(("x", 2))
+    claim = tree.claim(A, ids, ready_at=1.0, now=0.0)
+    assert claim is not None
+    assert tree.leading(ids, BLOCK, 1.0) == {A: Pending(32, 1.0)}
+    assert tree.leading(ids, BLOCK, 5.0) == {A: Pending(32, 9.0)}
+    tree.ready(claim, 6.0)
+    assert tree.leading(ids, BLOCK, 7.0) == {A: Pending(32, 1.0)}
+
+
+def test_a_run_is_overdue_until_one_of_its_turns_has_shown_a_token() -> None:
+    tree = Predictions(ttl=3.0)
+    ids = chain(("x", 2))
+    tree.claim(A, ids, ready_at=1.0, now=0.0)
+    second = tree.claim(A, ids + chain(("y", 1)), ready_at=2.0, now=0.0)
+    assert second is not None
+    tree.ready(second, 3.0)
+    assert tree.leading(ids, BLOCK, 4.0)[A].ready_at < 4.0
+    tree.drop(second)
+    assert tree.leading(ids, BLOCK, 4.0)[A].ready_at == 7.0

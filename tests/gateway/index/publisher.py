@@ -58,7 +58,9 @@ class Publisher:
         replay_port: int = 0,
         buffer: int = 10_000,
         rank: int | None = 0,
+        topic: bytes = b"",
     ) -> None:
+        self._topic = topic
         self.asked: list[int] = []  # the seqs from which replays were asked
         self.drop: set[int] = set()  # seqs that the next replay loses on its way
         self.drop_end = False  # whether the next replay loses its end marker
@@ -111,7 +113,7 @@ class Publisher:
 
     async def send(self, payload: bytes, seq: int | None = None) -> int:
         seq = self._next - 1 if seq is None else seq
-        await self._pub.send_multipart([b"", seq.to_bytes(8, "big"), payload])
+        await self._pub.send_multipart([self._topic, seq.to_bytes(8, "big"), payload])
         return seq
 
     async def again(self, seq: int) -> None:

@@ -166,6 +166,69 @@ def test_retained_in_every_group(index: DeviceIndex, chain: Chains) -> None:
     assert index.leading(chain(1, 2, 3, 4)) == {A: 16}
 
 
+def test_a_report_that_was_asked_for_adds_no_copies(index: DeviceIndex) -> None:
+    index.store(A, stored(0, 1))
+    report = index.expect_report(A, 0)
+    index.store(A, stored(0, 1, 2))
+    assert index.leading(make_chain([0, 1, 2]))[A] == 12
+    index.remove(A, removed(0, 1, 2))
+    assert index.size(A) == 0, "each block was there once"
+    index.withdraw_report(A, report)
+
+
+def test_without_asking_it_is_a_second_copy(index: DeviceIndex) -> None:
+    index.store(A, stored(0, 1))
+    index.withdraw_report(A, index.expect_report(A, 0))
+    index.store(A, stored(0, 1))
+    index.remove(A, removed(0, 1))
+    assert index.size(A) == 2
+
+
+def test_a_report_is_awaited_of_one_engine_and_for_one_prompt(index: DeviceIndex) -> None:
+    index.expect_report(A, 0)
+    for key, first in ((B, 0), (A, 5)):
+        index.store(key, stored(first))
+        index.store(key, stored(first))
+        index.remove(key, removed(first))
+    assert (index.size(A), index.size(B)) == (1, 1)
+
+
+def test_what_was_withdrawn_does_not_take_anothers_report_away(index: DeviceIndex) -> None:
+    first, second = index.expect_report(A, 0), index.expect_report(A, 0)
+    index.store(A, stored(0))
+    index.withdraw_report(A, first)
+    index.store(A, stored(0))
+    index.remove(A, removed(0))
+    assert index.size(A) == 0
+    index.withdraw_report(A, second)
+
+
+def test_reports_come_for_each_group(index: DeviceIndex) -> None:
+    index.store(A, stored(7, group=0))
+    index.store(A, stored(7, group=1))
+    index.expect_report(A, 0)
+    for group in (0, 1):
+        index.store(A, stored(0, 1, group=group))
+        index.store(A, stored(0, 1, group=group))
+        index.remove(A, removed(0, 1, group=group))
+    assert index.leading(make_chain([0, 1]))[A] == 8
+    for group in (0, 1):
+        index.remove(A, removed(0, 1, group=group))
+    assert A not in index.leading(make_chain([0, 1]))
+
+
+def test_hearsay_that_an_engine_contradicts_is_given_up(index: DeviceIndex) -> None:
+    chain = make_chain([0, 1, 2, 3])
+    index.store(A, stored(0))
+    index.retained(A, chain, 16)
+    assert index.leading(chain)[A] == 16
+    assert index.doubted(A, chain, 8) == 2
+    assert index.leading(chain)[A] == 8
+    assert index.doubted(A, chain, 0) == 1, "what events told stays"
+    assert index.leading(chain)[A] == 4
+    assert index.doubted(B, chain, 0) == 0
+
+
 events = st.tuples(
     st.sampled_from([A, B, C]),
     st.sampled_from(["store", "store", "store", "remove", "remove", "flush"]),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
@@ -321,13 +323,13 @@ async def test_the_deadline_holds_and_what_was_known_is_answered(master: FakeMas
     keys, chain = schema(), make_chain(1_600)
     put(master, keys, chain, range(700))
     master.delays = [0.0, 30.0]
-    async with pool(master, keys, deadline=0.1) as index:
+    async with pool(master, keys, deadline=0.2) as index:
         began = asyncio.get_running_loop().time()
         answer = await index.lookup(chain)
         assert asyncio.get_running_loop().time() - began < 0.5
     assert (answer.state, answer.round_trips) == (LookupState.DEADLINE, 2)
-    assert answer.reason == "no answer of the master in 0.1 s"
-    assert 0.1 <= answer.seconds < 0.5
+    assert answer.reason == "no answer of the master in 0.2 s"
+    assert 0.2 <= answer.seconds < 0.5
     assert 640 <= answer.blocks <= 700
     assert answer.tokens == answer.blocks * 16
 
@@ -339,7 +341,7 @@ async def test_a_frozen_master_opens_the_breaker_and_a_probe_closes_it(
     keys, chain = schema(), make_chain(5)
     put(master, keys, chain, range(5))
     master.frozen = True
-    async with pool(master, keys, deadline=0.05, clock=lambda: now) as index:
+    async with pool(master, keys, deadline=0.2, clock=lambda: now) as index:
         states = [(await index.lookup(chain)).state for _ in range(5)]
         assert states == [LookupState.DEADLINE] * 3 + [LookupState.BREAKER] * 2
         now = 5.0
@@ -355,6 +357,7 @@ async def test_a_frozen_master_opens_the_breaker_and_a_probe_closes_it(
         assert index.counters.lookups == {
             LookupState.OK: 2,
             LookupState.DEADLINE: 4,
+            LookupState.LATE: 0,
             LookupState.BREAKER: 5,
             LookupState.ERROR: 0,
         }
@@ -426,3 +429,104 @@ async def test_a_session_that_was_given_stays_open(master: FakeMaster) -> None:
         async with pool(master, schema(), session=session) as index:
             assert (await index.lookup(make_chain(2))).state is LookupState.OK
         assert not session.closed
+
+
+# -- whose fault a deadline is -------------------------------------------------
+
+
+async def hold_the_loop(until: asyncio.Event) -> None:
+    """Let the loop be late by 30 ms again and again."""
+    while not until.is_set():
+        time.sleep(0.03)  # noqa: ASYNC251 - being late is the point
+        await asyncio.sleep(0)
+
+
+async def test_the_loops_own_lateness_is_not_the_masters(master: FakeMaster) -> None:
+    keys, chain = schema(), make_chain(5)
+    put(master, keys, chain, range(5))
+    async with pool(master, keys, deadline=0.02) as index:
+        done = asyncio.Event()
+        busy = asyncio.create_task(hold_the_loop(done))
+        states = {(await index.lookup(chain)).state for _ in range(8)}
+        done.set()
+        await busy
+        await eventually(lambda: not index._searches)
+        assert states <= {LookupState.OK, LookupState.LATE}
+        assert index.breaker.state is State.CLOSED
+        assert index.breaker.opened == 0
+        async with asyncio.timeout(5):
+            while (await index.lookup(chain)).state is not LookupState.OK:
+                await asyncio.sleep(0.005)
+
+
+async def test_a_frozen_master_opens_the_breaker_of_a_busy_gateway_too(
+    master: FakeMaster, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, chain = schema(), make_chain(5)
+    master.frozen = True
+    limits = Limits(late_seconds=0.1)
+    async with pool(master, keys, deadline=0.02, limits=limits) as index:
+        done = asyncio.Event()
+        busy = asyncio.create_task(hold_the_loop(done))
+        states = {(await index.lookup(chain)).state for _ in range(4)}
+        await eventually(lambda: index.breaker.state is State.OPEN)
+        done.set()
+        await busy
+    assert states <= {LookupState.LATE, LookupState.DEADLINE, LookupState.BREAKER}
+    assert "exceed pool.deadline" in caplog.text
+
+
+async def test_the_breaker_says_once_in_an_outage_what_it_does_and_why(
+    master: FakeMaster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.index.pool")
+    now = 0.0
+    keys, chain = schema(), make_chain(5)
+    put(master, keys, chain, range(5))
+    master.frozen = True
+    async with pool(master, keys, deadline=0.2, clock=lambda: now) as index:
+        assert index.trouble is None
+        for _ in range(4):
+            await index.lookup(chain)
+        assert index.trouble == (
+            f"look-ups at the pool's master, {master.url}, exceed pool.deadline (200 ms); "
+            "turns go without the pool for 5 s at a time"
+        )
+        for _ in range(3):
+            now += 5.0
+            await index.lookup(chain)
+        master.frozen = False
+        now += 5.0
+        assert (await index.lookup(chain)).state is LookupState.OK
+        assert index.trouble is None
+    said = [r.getMessage().partition(":")[0] for r in caplog.records if "breaker" in r.message]
+    assert said == ["breaker open", "breaker half-open", "breaker closed"]
+
+
+async def test_a_master_that_lists_no_segments_is_named_once_until_it_does(
+    master: FakeMaster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.index.pool")
+    master.status = 404
+    async with pool(master, schema()) as index:
+        assert not await index.refresh()
+        assert not await index.refresh()
+        assert index.trouble is not None
+        assert "the master answered 404" in index.trouble
+        assert "--metrics_port" in index.trouble
+        master.status = 200
+        assert await index.refresh()
+        assert index.trouble is None
+    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
+
+
+async def test_the_objects_of_a_turn_are_counted(master: FakeMaster) -> None:
+    keys, chain = schema(tp=2), make_chain(5)
+    async with pool(master, keys) as index:
+        assert await index.objects(chain) == 0
+        put(master, schema(tp=1), chain, [4])
+        assert (await index.objects(chain), index.width) == (1, 2)
+        put(master, keys, chain, [0])
+        assert await index.objects(chain) == 2
+        master.status = 500
+        assert await index.objects(chain) is None
