@@ -106,12 +106,12 @@ class FleetFile(Section):
     def ports(self) -> Iterator[tuple[str, int, str]]:
         """Every TCP port that the fleet listens on, as (address, port, whose)."""
         master = self.master
-        yield master.listens_on, master.rpc_port, "master rpc_port"
-        yield master.listens_on, master.http_port, "master http_port"
+        yield master.host, master.rpc_port, "master rpc_port"
+        yield master.host, master.http_port, "master http_port"
         if master.metadata_port is not None:
-            yield master.listens_on, master.metadata_port, "master metadata_port"
+            yield master.host, master.metadata_port, "master metadata_port"
         for engine in self.engines:
-            yield engine.listens_on, engine.port, f"engine {engine.id} port"
+            yield engine.host, engine.port, f"engine {engine.id} port"
             if engine.events_port is not None:
                 yield "0.0.0.0", engine.events_port, f"engine {engine.id} events_port"
             if engine.replay_port is not None:
