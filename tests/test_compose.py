@@ -141,7 +141,8 @@ def test_as_shipped_it_lacks_nothing_but_the_model() -> None:
     done = CliRunner().invoke(app, ["check", "-c", str(EXAMPLES / "gateway.yaml")])
     faults = [line for line in done.output.splitlines() if "gateway.yaml:" in line]
     assert len(faults) == 1, done.output
-    assert f"models.0.tokenizer: {MODEL} has no tokenizer.json" in faults[0]
+    assert "models.0.tokenizer: " in faults[0]
+    assert MODEL in faults[0]
 
 
 def test_the_gateway_knows_the_fleet_as_it_is(gateway_yaml: Path, model: Path) -> None:
