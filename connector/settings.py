@@ -166,6 +166,9 @@ class MasterSettings(Section):
     """One `mooncake_master`: the pool's index, and its metadata server if it has one."""
 
     host: str = Field("127.0.0.1", description="Address it listens on and is reached at.")
+    bind: str | None = Field(
+        None, description="Address it listens on where that is another: 0.0.0.0 in a container."
+    )
     rpc_port: Port = Field(50051, description="Port that the engines' clients speak to.")
     http_port: Port = Field(9003, description="Port of its HTTP answers and metrics.")
     metadata_port: Port | None = Field(
@@ -193,6 +196,11 @@ class MasterSettings(Section):
         return value
 
     @property
+    def listens_on(self) -> str:
+        """Address that its servers bind."""
+        return self.bind or self.host
+
+    @property
     def url(self) -> str:
         """Base URL of its HTTP answers."""
         return f"http://{self.host}:{self.http_port}"
@@ -212,9 +220,9 @@ class MasterSettings(Section):
     def argv(self, binary: str | Path = "mooncake_master") -> list[str]:
         """Its command line."""
         flags = [
-            f"--rpc_address={self.host}",
+            f"--rpc_address={self.listens_on}",
             f"--rpc_port={self.rpc_port}",
-            f"--metrics_host={self.host}",
+            f"--metrics_host={self.listens_on}",
             f"--metrics_port={self.http_port}",
             f"--default_kv_lease_ttl={self.lease_ttl_ms}",
             f"--client_ttl={self.client_ttl}",
@@ -224,7 +232,7 @@ class MasterSettings(Section):
         if self.metadata_port is not None:
             flags += [
                 "--enable_http_metadata_server=true",
-                f"--http_metadata_server_host={self.host}",
+                f"--http_metadata_server_host={self.listens_on}",
                 f"--http_metadata_server_port={self.metadata_port}",
                 # Else a killed engine's entry stays, and its successor of the same segment
                 # name is refused for ever.
@@ -258,6 +266,9 @@ class SharedSettings(Section):
         default_factory=dict, description="`--default-chat-template-kwargs`."
     )
     host: str = Field("127.0.0.1", description="Address it listens on and is reached at.")
+    bind: str | None = Field(
+        None, description="Address it listens on where that is another: 0.0.0.0 in a container."
+    )
     device: Literal["cpu", "cuda"] = Field("cuda", description="Where the model runs.")
     dtype: str = Field("auto", description="`--dtype`.")
     tensor_parallel_size: int = Field(1, ge=1, description="`--tensor-parallel-size`.")
@@ -389,6 +400,11 @@ class EngineSettings(SharedSettings):
         return self.model.rstrip("/").rsplit("/", 1)[-1]
 
     @property
+    def listens_on(self) -> str:
+        """Address that its HTTP server binds."""
+        return self.bind or self.host
+
+    @property
     def url(self) -> str:
         """Base URL of its HTTP server."""
         return f"http://{self.host}:{self.port}"
@@ -454,7 +470,7 @@ class EngineSettings(SharedSettings):
             argv += ["--chat-template-content-format", self.chat_template_content_format]
         if self.default_chat_template_kwargs:
             argv += ["--default-chat-template-kwargs", _json(self.default_chat_template_kwargs)]
-        argv += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
+        argv += ["--host", self.listens_on, "--port", str(self.port), "--dtype", self.dtype]
         argv += ["--block-size", str(self.block_size), "--enable-prefix-caching"]
         argv += ["--prefix-caching-hash-algo", self.hash_algorithm]
         if self._in_process:

@@ -1,4 +1,4 @@
-"""`python -m loadtest`."""
+"""`python -m loadtest` is `mooncake-loadtest`."""
 
 from loadtest.cli import main
 

@@ -7,11 +7,14 @@ turn whose user content is `input`. Source: LMCache/lmcache-agent-trace.
 
 from __future__ import annotations
 
-import gzip
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+
+from loadtest.trace.lines import TraceError, lines
+from loadtest.trace.turn import Turn
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -23,10 +26,6 @@ class Row(msgspec.Struct, frozen=True):
     session_id: str
 
 
-class TraceError(ValueError):
-    """A line that is not a row of such a trace; the text names file, line and field."""
-
-
 def read(path: Path) -> list[Row]:
     """Read a trace, plain or gzipped, in the order of time (its lines are not quite).
 
@@ -35,20 +34,20 @@ def read(path: Path) -> list[Row]:
         OSError: if the file cannot be read.
     """
     rows: list[Row] = []
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
+    for number, line in lines(path):
         try:
             rows.append(msgspec.json.decode(line, type=Row))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TraceError(f"{path}:{number}: {error}") from error
     return sorted(rows, key=lambda row: row.timestamp)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as file:
-        try:
-            yield from file
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise TraceError(f"{path}: the compressed file is damaged: {error}") from error
+def turns(rows: Iterable[Row]) -> list[Turn]:
+    """Return each row as a turn, numbered within its session."""
+    count: Counter[str] = Counter()
+    made = []
+    for row in rows:
+        count[row.session_id] += 1
+        message = {"role": "user", "content": row.input}
+        made.append(Turn(row.session_id, count[row.session_id], (message,), {"temperature": 0}))
+    return made

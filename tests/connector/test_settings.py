@@ -235,3 +235,15 @@ def test_engine_environment(tmp_path: Path) -> None:
 def test_engine_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         engine(**changes)
+
+
+def test_in_a_container_servers_bind_another_address_than_their_name() -> None:
+    master = MasterSettings(host="master", bind="0.0.0.0", metadata_port=8080)
+    flags = dict(flag[2:].split("=", 1) for flag in master.argv()[1:])
+    bound = {flags[name] for name in ("rpc_address", "metrics_host", "http_metadata_server_host")}
+    assert bound == {"0.0.0.0"}
+    assert (master.url, master.address) == ("http://master:9003", "master:50051")
+    assert master.metadata_server == "http://master:8080/metadata"
+    settings = engine(host="engine-a", bind="0.0.0.0")
+    assert option(settings.argv(), "--host") == "0.0.0.0"
+    assert settings.url == "http://engine-a:8101"

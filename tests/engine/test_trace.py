@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -11,8 +11,10 @@ import pytest
 from fleet import Front
 from rich.console import Console
 
-from loadtest.replay import Hit, replay, side_by_side
-from loadtest.trace.lmcache import Row, read
+from loadtest.hits import Hit, side_by_side, summarise
+from loadtest.replay import Player
+from loadtest.trace.lmcache import read, turns
+from loadtest.trace.turn import Turn
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = "MOONCAKE_TRACES"
@@ -21,7 +23,7 @@ SESSIONS = 6
 
 
 @pytest.fixture
-def rows() -> list[Row]:
+def recorded() -> list[Turn]:
     """Return the first conversations of the trace, turns interleaved as they were recorded."""
     folder = Path(os.environ.get(VARIABLE) or ROOT.parent / "shared/traces")
     path = folder / TRACE
@@ -31,33 +33,42 @@ def rows() -> list[Row]:
         )
     every = read(path)
     first = list(dict.fromkeys(row.session_id for row in every))[:SESSIONS]
-    return [row for row in every if row.session_id in first]
+    return turns(row for row in every if row.session_id in first)
 
 
-@pytest.fixture
-def client(gateway: Front) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=gateway.url, timeout=120, trust_env=False) as made:
-        yield made
+def apart(run: str, recorded: list[Turn]) -> list[Turn]:
+    """Return the turns with blocks that no other run's turns have: each run starts cold."""
+    system = {"role": "system", "content": f"Run {run}."}
+    return [
+        dataclasses.replace(
+            turn, session=f"{run}/{turn.session}", messages=(system, *turn.messages)
+        )
+        for turn in recorded
+    ]
 
 
 @pytest.mark.traces
-def test_a_recorded_conversation_under_two_policies(
-    gateway: Front, client: httpx.Client, rows: list[Row], capsys: pytest.CaptureFixture[str]
+async def test_a_recorded_conversation_under_two_policies(
+    gateway: Front, recorded: list[Turn], capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs: dict[str, list[Hit]] = {}
-    for policy in ("round_robin", "pool_aware"):
-        gateway.policy(policy)
-        runs[policy] = list(replay(rows, client, "tiny", run=policy))
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=120, trust_env=False) as client:
+        for policy in ("round_robin", "pool_aware"):
+            gateway.policy(policy)
+            player = Player(client, "tiny", max_tokens=4)
+            hits = runs[policy] = []
+            await player.play(apart(policy, recorded), hits.append)
     with capsys.disabled():
         Console(width=120).print(side_by_side(runs))
 
     for policy, hits in runs.items():
-        assert len(hits) == len(rows)
-        short = [hit for hit in hits if hit.cached < hit.device + hit.pool]
+        assert len(hits) == len(recorded)
+        assert not [hit for hit in hits if hit.error]
+        short = [hit for hit in hits if (hit.cached or 0) < (hit.expected or 0)]
         assert not short, f"{policy}: expected more than the engine had: {short}"
     sums = {
-        policy: tuple(sum(getattr(h, what) for h in hits) for what in ("device", "pool", "cached"))
-        for policy, hits in runs.items()
+        policy: (total.device, total.pool, total.cached)
+        for policy, total in ((policy, summarise(hits)) for policy, hits in runs.items())
     }
     robin, aware = sums["round_robin"], sums["pool_aware"]
     assert aware[0] > 1.2 * robin[0], f"more from the device: {sums}"
