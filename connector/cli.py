@@ -1,4 +1,4 @@
-"""The `mooncake-connector` command: run a fleet, show what it is handed, make a tiny model."""
+"""The `mooncake-connector` command: run a fleet, show it, examine it, make a tiny model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from rich.live import Live
 from rich.table import Table
 
 from connector import tiny_model
+from connector.doctor.cli import doctor
 from connector.fleet import FleetError, FleetFile, gateway_models, load
 from connector.stack import Member, Stack, StackError
 
 app = typer.Typer(
     name="mooncake-connector",
-    help="Run vLLM engines that share a Mooncake pool, and see what they are handed.\n\n"
+    help="Run vLLM engines that share a Mooncake pool, see what they are handed, and prove that "
+    "a gateway's configuration fits them (`doctor`).\n\n"
     "A fleet file names one Mooncake master and the engines; the documentation of "
     "`connector/fleet.py` has an example, `examples/real/fleet.yaml` is one that runs on two "
     "cores without a GPU.",
@@ -179,6 +181,9 @@ def config(fleet_file: FleetArgument) -> None:
         typer.echo(shlex.join(engine.argv(fleet.interpreter)))
     typer.echo("\n# gateway.yaml")
     typer.echo(_yaml({"models": _gateway_models(fleet)}), nl=False)
+
+
+app.command()(doctor)
 
 
 def main() -> None:
