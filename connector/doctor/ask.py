@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -108,11 +110,11 @@ class Asker:
         except (TimeoutError, httpx.TimeoutException):
             return Answer(failure="timeout", error=f"no answer within {self._seconds:g} s")
         except httpx.ConnectError as error:
-            return Answer(failure="refused", error=_reason(error))
+            return Answer(failure="refused", error=reason(error))
         except httpx.RemoteProtocolError as error:
             return Answer(failure="not-http", error=f"it speaks no HTTP: {error}")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            return Answer(failure="broken", error=_reason(error))
+            return Answer(failure="broken", error=reason(error))
         return Answer(answer.status_code, answer.content)
 
 
@@ -123,12 +125,13 @@ async def asker(seconds: float, api_key: str | None) -> AsyncIterator[Asker]:
         yield Asker(client, seconds, api_key)
 
 
-def _reason(error: Exception) -> str:
-    """Return what the operating system said, which httpx wraps several times."""
+def reason(error: BaseException) -> str:
+    """Return what the operating system said, which libraries wrap several times."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror.lower()
+        if isinstance(cause, OSError) and cause.errno and cause.errno > 0:
+            return os.strerror(cause.errno).lower()
+        if isinstance(cause, socket.gaierror):
+            return str(cause.strerror).lower()
         cause = cause.__cause__ or cause.__context__
-    text = str(error) or type(error).__name__
-    return "connection refused" if "All connection attempts failed" in text else text
+    return str(error) or type(error).__name__

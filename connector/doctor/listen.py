@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from connector.doctor.ask import reason
 from connector.events import BlockStored, EventError, decode
 
 _END_OF_REPLAY = b"\xff" * 8
@@ -129,7 +130,8 @@ class Listener:
             zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_DISCONNECTED,
             f"inproc://doctor-monitor-{next(_monitors)}",
         )
         self._task: asyncio.Task[None] | None = None
@@ -215,9 +217,7 @@ async def dial(endpoint: str, seconds: float) -> str | None:
     except TimeoutError:
         return f"no connection within {seconds:g} s"
     except (OSError, OverflowError) as error:
-        words = error.strerror if isinstance(error, OSError) else None
-        refused = isinstance(error, ConnectionRefusedError) or "refused" in str(error).lower()
-        return "connection refused" if refused else (words or str(error)).lower()
+        return reason(error)
     writer.close()
     return None
 

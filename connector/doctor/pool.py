@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from connector.blocks import HashingError
 from connector.doctor import hashing
 from connector.doctor.engine import page
-from connector.doctor.keys import block_id, differences
+from connector.doctor.keys import ID_DIGITS, block_id, differences
 from connector.doctor.recipes import Recipe, first_blocks
 from connector.doctor.subject import Exam, Subject
 from connector.model import PoolConfig, PoolKeys
 from connector.pool import KeySchema, PoolError, parse_query, query_path
 
+SOON = 1.0
 SAVED_WITHIN = 5.0
-"""Seconds that an engine may take to put a probe's blocks into the pool."""
+"""Seconds in which an engine usually has put a probe's blocks into the pool, and at most."""
 _LISTING_BYTES = 512 * 2**20
 """Most that is read of the master's list of all keys."""
 
@@ -55,24 +56,30 @@ async def keys(exam: Exam, pool: PoolConfig, spell: KeySchema, subject: Subject)
     except HashingError:
         return  # said of the configuration
     wanted = [key for i in range(len(chain)) for key in spell.objects(chain.hex(i))]
-    found = await _until_there(exam, pool, wanted)
-    if wanted and len(found) == len(wanted):
-        subject.pooled = True
-        if subject.recipe is None:
-            hashing.prove(exam, subject, recipe, f"the hashes in {len(wanted)} keys of the pool")
-        if not await _more_than_configured(exam, pool, spell, subject, chain.hex(0)):
-            exam.ok(
-                "keys",
-                f"all {len(wanted)} objects of the probe are in the pool, as "
-                f"{spell.first(chain.hex(0))}",
-                subject,
-            )
-        return
-    await _explain(exam, pool, spell, subject, found)
+    for patience in (SOON, SAVED_WITHIN):
+        found = await _until_there(exam, pool, wanted, patience)
+        if wanted and len(found) == len(wanted):
+            subject.pooled = True
+            if subject.recipe is None:
+                by = f"the hashes in {len(wanted)} keys of the pool"
+                hashing.prove(exam, subject, recipe, by)
+            if not await _more_than_configured(exam, pool, spell, subject, chain.hex(0)):
+                exam.ok(
+                    "keys",
+                    f"all {len(wanted)} objects of the probe are in the pool, as "
+                    f"{spell.first(chain.hex(0))}",
+                    subject,
+                )
+            return
+        if await _otherwise(exam, pool, spell, subject):
+            return
+    await _missing(exam, pool, subject, len(found))
 
 
-async def _until_there(exam: Exam, pool: PoolConfig, wanted: Sequence[str]) -> set[str]:
-    deadline = time.monotonic() + min(SAVED_WITHIN, exam.timeout)
+async def _until_there(
+    exam: Exam, pool: PoolConfig, wanted: Sequence[str], patience: float
+) -> set[str]:
+    deadline = time.monotonic() + min(patience, exam.timeout)
     while True:
         found = await _query(exam, pool, wanted)
         if len(found) == len(wanted) or time.monotonic() > deadline:
@@ -113,17 +120,14 @@ def _wider(keys: PoolKeys) -> Iterator[PoolKeys]:
     yield keys.model_copy(update={"groups": (*keys.groups, max(keys.groups) + 1)})
 
 
-async def _explain(
-    exam: Exam, pool: PoolConfig, spell: KeySchema, subject: Subject, found: set[str]
-) -> None:
-    """The probe's objects are not all there: find what is, whatever its name."""
+async def _otherwise(exam: Exam, pool: PoolConfig, spell: KeySchema, subject: Subject) -> bool:
+    """Look for the probe's first block under any name; False where it has none but the right."""
     recipes = await asyncio.to_thread(_possible, exam, subject)
     digests = {block_id(digest): digest for digest in recipes}
-    there, whole = await _named(exam, pool, digests)
-    subject.pooled = bool(there)
+    there, _ = await _named(exam, pool, digests)
     if not there:
-        await _absent(exam, pool, subject, whole)
-        return
+        return False
+    subject.pooled = True
     first = _id_in(there[0], digests)
     digest = digests[first]
     if subject.recipe is None:
@@ -131,19 +135,11 @@ async def _explain(
     named = [key for key in there if _id_in(key, digests) == first]
     if not set(spell.objects(digest)) <= set(named):
         _differ(exam, pool, subject, digest, named)
-    elif subject.recipe == exam.way:
-        exam.warn(
-            "keys",
-            "partial",
-            f"{len(found)} objects of the probe are in the pool, the rest did not come within "
-            f"{SAVED_WITHIN:g} s",
-            subject,
-            expected="all objects of its blocks",
-            remedy="see whether the pool is full (the master's /metrics/summary) or puts fail "
-            "(vllm:mooncake_store_operation_failed_keys_total)",
-        )
-    else:
-        exam.ok("keys", "but for their hashes its keys are named as configured", subject)
+        return True
+    if subject.recipe == exam.way:
+        return False  # the rest is to come
+    exam.ok("keys", "but for their hashes its keys are named as configured", subject)
+    return True
 
 
 def _possible(exam: Exam, subject: Subject) -> dict[str, Recipe]:
@@ -173,7 +169,7 @@ async def _named(
 
 def _id_in(key: str, digests: Mapping[str, str]) -> str:
     """Return the id of a block that a key names: its last hex digits; empty for none of them."""
-    tail = key[-16:].lower()
+    tail = key[-ID_DIGITS:].lower()
     if tail in digests:
         return tail
     # Another shape of key: the hash may stand anywhere.
@@ -195,32 +191,38 @@ def _differ(
         )
 
 
-async def _absent(exam: Exam, pool: PoolConfig, subject: Subject, whole: bool) -> None:
+async def _missing(exam: Exam, pool: PoolConfig, subject: Subject, found: int) -> None:
+    """Say why the probe's objects are not in the pool, or not all of them."""
     now = await page(exam, subject)
-    if not whole:
-        why = "and the list of all keys could not be read to its end"
-        remedy = "raise --timeout"
-    elif now.failed_keys:
-        why = f"and its store connector failed to put {now.failed_keys:.0f} keys so far"
+    if found:
+        why = f"only {found} objects of the probe came into the pool within {SAVED_WITHIN:g} s"
+    else:
+        why = f"no object of the probe came into the pool within {SAVED_WITHIN:g} s"
+    if now.failed_keys:
+        why += f"; its store connector failed to put {now.failed_keys:.0f} keys so far"
         remedy = "see whether the pool is full or a segment cannot be reached; its log says which"
+    elif found:
+        remedy = "see whether the pool is full (the master's /metrics/summary)"
     elif now.store:
-        why = "though its store connector is at work: it has another master, or may not save"
+        why += ", though its store connector is at work: it has another master, or may not save"
         remedy = (
             "compare master_server_address in the engine's MOONCAKE_CONFIG_PATH with the master "
             f"behind `pool.master` ({pool.master}); kv_role must be kv_both or kv_producer"
         )
     else:
-        why = "and it shows no sign of a store connector"
+        why += ", and it shows no sign of a store connector"
         remedy = (
             "start the engine with --kv-transfer-config for the MooncakeStoreConnector "
             "(`mooncake-connector config` prints one), or remove the model's `pool`"
         )
-    exam.fail(
+    if subject.recipe is None:
+        why += "; or it hashes in a way that is not known here"
+    say = exam.warn if found else exam.fail
+    say(
         "keys",
-        "absent",
-        f"no key at the master holds a hash of the probe, {why}"
-        + ("" if subject.recipe else "; or it hashes in a way that is not known here"),
+        "partial" if found else "absent",
+        why,
         subject,
-        expected="the probe's blocks in the pool",
+        expected="all blocks of the probe in the pool",
         remedy=remedy,
     )

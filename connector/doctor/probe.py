@@ -20,7 +20,7 @@ _PARAGRAPH = (
 )
 _WORDS = len(_PARAGRAPH.split())
 
-BLOCKS = 4
+BLOCKS = 3
 """Full blocks that a probe has at least, unless the engine's context is too short for them."""
 
 _ROOM = 512
