@@ -112,7 +112,7 @@ class Asker:
         except httpx.ConnectError as error:
             return Answer(failure="refused", error=reason(error))
         except httpx.RemoteProtocolError as error:
-            return Answer(failure="not-http", error=f"it speaks no HTTP: {error}")
+            return Answer(failure="not-http", error=str(error))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             return Answer(failure="broken", error=reason(error))
         return Answer(answer.status_code, answer.content)

@@ -68,9 +68,9 @@ def facts(exam: Exam, subject: Subject) -> None:
     if exam.way is None:
         return
     if page.algorithm != exam.way.algorithm:
-        _algorithm(exam, subject, "hashing", page.algorithm, "it says")
+        _algorithm(exam, subject, "hashing", page.algorithm, "it says that")
     if page.block_size != exam.way.block_size:
-        _block_size(exam, subject, "hashing", page.block_size, "it says")
+        _block_size(exam, subject, "hashing", page.block_size, "it says that")
     if (page.algorithm, page.block_size) == exam.way[:2]:
         exam.ok(
             "hashing",
@@ -131,7 +131,7 @@ def prove(exam: Exam, subject: Subject, recipe: Recipe, what: str) -> None:
     if way is None or recipe == way:
         exam.ok("hashes", f"{what} are as computed here: {recipe.told()}", subject)
         return
-    by = f"{what} are those of {recipe.told()}:"
+    by = f"by {what}"
     if recipe.algorithm != way.algorithm:
         _algorithm(exam, subject, "hashes", recipe.algorithm, by)
     if recipe.block_size != way.block_size:
