@@ -78,17 +78,15 @@ async def hear(exam: Exam, subject: Subject) -> None:
     """Wait for the events of the engine's probe, and see at whose endpoint they come."""
     if subject.listener is None:
         return
-    size = subject.page.block_size
-    enough = len(subject.token_ids) // size if size and subject.token_ids else 1
     try:
         async with asyncio.timeout(exam.timeout), exam.heard:
-            await exam.heard.wait_for(lambda: _elsewhere(exam, subject) or _own(subject, enough))
+            await exam.heard.wait_for(lambda: _elsewhere(exam, subject) or _whole(subject))
     except TimeoutError:
         pass  # what came until now is looked at below
-    if _elsewhere(exam, subject) and not _own(subject, 1):
+    if _elsewhere(exam, subject) and _at(subject.listener, subject) is None:
         try:
             async with asyncio.timeout(_GRACE), exam.heard:
-                await exam.heard.wait_for(lambda: _own(subject, 1))
+                await exam.heard.wait_for(lambda: _at(subject.listener, subject))
         except TimeoutError:
             pass  # they came only there
     subject.published = _at(subject.listener, subject)
@@ -218,9 +216,11 @@ def _at(listener: Listener | None, subject: Subject) -> Published | None:
     return published(listener.messages, subject.probe.salt, subject.token_ids)
 
 
-def _own(subject: Subject, blocks: int) -> bool:
+def _whole(subject: Subject) -> bool:
+    """Whether all full blocks of the probe have been published at its own endpoint."""
     found = _at(subject.listener, subject)
-    return found is not None and len(found.hashes) >= blocks
+    tokens = subject.prompt_tokens or len(subject.token_ids)
+    return found is not None and len(found.token_ids) + found.block_size > tokens
 
 
 def _elsewhere(exam: Exam, subject: Subject) -> tuple[Published, Subject] | None:

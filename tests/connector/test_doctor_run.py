@@ -41,7 +41,7 @@ def configured(files: Path, engines: list[dict[str, Any]], **fields: Any) -> Mod
     return ModelConfig.model_validate(right | fields)
 
 
-async def examined(*models: ModelConfig, seconds: float = 1.0, **options: Any) -> Report:
+async def examined(*models: ModelConfig, seconds: float = 10.0, **options: Any) -> Report:
     return await examine(models, seconds=seconds, **options)
 
 
@@ -206,7 +206,7 @@ async def test_what_metrics_tell(files: Path, renderer: Renderer) -> None:
     silent = FakeEngine(renderer, tells_hashing=False)
     async with running(off, silent, ports=free_ports(4)):
         model = configured(files, [off.section("a")])
-        report = await examined(model)
+        report = await examined(model, seconds=1.0)
         assert of(report, "fail") == {"hashing: prefix-caching-off", "events: silent",
                                       "replay: other-engine"}  # fmt: skip
         assert "without prefix caching" in one(report, "events", "silent").found
@@ -254,7 +254,7 @@ async def test_usage_that_tells_nothing_or_too_little(files: Path, renderer: Ren
     wrong.answers["/v1/chat/completions"] = (200, json.dumps(usage))
     async with running(quiet, wrong, ports=free_ports(4)):
         engines = [quiet.section("a"), wrong.section("b")]
-        report = await examined(configured(files, engines), seconds=0.5)
+        report = await examined(configured(files, engines), seconds=1.0)
     assert of(report, "warn") == {"usage: unreported"}
     found = one(report, "usage", "size", "b")
     assert "16 tokens" in found.found
