@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -113,6 +114,21 @@ def test_ctrl_c_exits_with_130(file: Path) -> None:
     assert process.returncode == 130
     assert output == ""
     assert errors == "mooncake-connector: interrupted; nothing is left running\n"
+
+
+def test_every_cause_is_documented() -> None:
+    said = set()
+    for path in (ROOT / "connector" / "doctor").glob("*.py"):
+        for call_ in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(call_, ast.Call)
+                and isinstance(call_.func, ast.Attribute)
+                and call_.func.attr in ("warn", "fail")
+            ):
+                said |= {a.value for a in call_.args[:2] if isinstance(a, ast.Constant)}
+    documented = (ROOT / "docs" / "doctor.md").read_text()
+    assert len(said) > 40
+    assert [name for name in sorted(said) if f"`{name}`" not in documented] == []
 
 
 def test_without_unicode_marks_are_words() -> None:
