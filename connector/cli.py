@@ -1,4 +1,4 @@
-"""The `mooncake-connector` command: run a fleet, show what it is handed, make a tiny model."""
+"""The `mooncake-connector` command: run a fleet, show it, examine it, make a tiny model."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 
 from connector import tiny_model, version
+from connector.doctor.cli import doctor
 from connector.fleet import (
     FleetError,
     FleetFile,
@@ -34,7 +35,8 @@ from connector.stack import Member, Stack, StackError
 
 app = typer.Typer(
     name="mooncake-connector",
-    help="Run vLLM engines that share a Mooncake pool, and see what they are handed.\n\n"
+    help="Run vLLM engines that share a Mooncake pool, see what they are handed, and prove that "
+    "a gateway's configuration fits them (`doctor`).\n\n"
     "A fleet file names one Mooncake master and the engines; `docs/fleet.md`, or `reference` "
     "here, describes it, `examples/real/fleet.yaml` is one that runs on two cores without a GPU.",
     no_args_is_help=True,
@@ -195,6 +197,9 @@ def config(fleet_file: FleetArgument) -> None:
 def reference() -> None:
     """Print the reference of the fleet file (docs/fleet.md) as Markdown."""
     typer.echo(fleet_markdown(), nl=False)
+
+
+app.command()(doctor)
 
 
 def main() -> None:
