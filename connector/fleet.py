@@ -203,6 +203,7 @@ def _model_section(master: MasterSettings, engine: EngineSettings) -> dict[str, 
     }
     section["pool"] = {
         "master": master.url,
+        "client_ttl": master.client_ttl + 2.0,  # it notices within a second or so
         "key": {
             "model": engine.model_basename,
             "cache_prefix": engine.cache_prefix,

@@ -305,6 +305,9 @@ class Gateway:
                 open_breaker.add_metric((name,), float(room.pool.breaker.state is not State.CLOSED))
                 asked.add_metric((name,), room.pool.counters.keys_asked)
                 holes.add_metric((name,), room.pool.counters.holes)
+        reports = count("device_reports", "Reports of cached prefixes that were asked for.", ())
+        reports.add_metric((), self.device.reported)
+        yield reports
         yield from (up, flight, blocks, connected, batches, gaps, restarts, flushes, errors)
         yield from (open_breaker, asked, holes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -11,9 +12,10 @@ import typer
 import policies as _registered  # noqa: F401 - importing it fills the registry of policies
 from gateway.app import ModelFault, readers
 from gateway.config import ConfigError, GatewayConfig, engine_key, fault_at, load
+from gateway.emulate import Emulated, fleet
 from gateway.prompt.reader import Threads
 from gateway.reference import markdown
-from gateway.serve import run
+from gateway.serve import Serving, run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,6 +24,9 @@ app = typer.Typer(
     help="An OpenAI-compatible front door for a fleet of vLLM engines that share a Mooncake pool.",
 )
 
+# Long enough for some prefix blocks.
+_LONG = "Read the file, change its third line and run the tests. " * 8
+
 ConfigPath = Annotated[
     Path,
     typer.Option("-c", "--config", help="The configuration file.", show_default=True),
@@ -29,7 +34,21 @@ ConfigPath = Annotated[
 
 
 @app.command()
-def serve(config: ConfigPath = Path("gateway.yaml")) -> None:
+def serve(
+    config: Annotated[
+        Path | None,
+        typer.Option("-c", "--config", help="The configuration file.  [default: gateway.yaml]"),
+    ] = None,
+    emulate: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Serve N emulated engines and an emulated pool, which are started beside the "
+            "gateway: no GPU, no model. The configuration for them is written to --config.",
+        ),
+    ] = None,
+) -> None:
     """Serve the data plane and the admin listener until SIGTERM or Ctrl-C.
 
     Point any OpenAI client at http://HOST:PORT/v1. Decisions are shown by
@@ -37,13 +56,52 @@ def serve(config: ConfigPath = Path("gateway.yaml")) -> None:
     Environment variables MOONCAKE_GATEWAY_<SECTION>__<KEY> override the file,
     e.g. MOONCAKE_GATEWAY_LISTEN__PORT=8080.
     """
+    if emulate is None:
+        _serve(config or Path("gateway.yaml"))
+        return
+    try:
+        with fleet(emulate, config) as emulated:
+            _serve(emulated.config, lambda data, admin: _introduce(emulated, data, admin))
+    except ConfigError as error:
+        _fail(error)
+
+
+def _serve(config: Path, on_serving: Serving | None = None) -> None:
     settings = _load(config)
     try:
-        run(settings, config)
+        run(settings, config, on_serving)
     except ModelFault as fault:
         _fail(fault_at(config, fault.where, fault.message))
     except ConfigError as error:
         _fail(error)
+
+
+def _introduce(emulated: Emulated, data: str, admin: str) -> None:
+    """Say what was started and what to try."""
+    body = {"model": emulated.model, "messages": [{"role": "user", "content": _LONG}]}
+    engines = ", ".join(emulated.engines)
+    typer.echo(
+        f"""
+{len(emulated.engines)} emulated engines ({engines})
+and an emulated pool master ({emulated.master}) run beside the gateway.
+It serves {data}, with its admin listener at {admin},
+by the configuration {emulated.config}. Try, in another terminal:
+
+  curl -i {data}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{json.dumps(body)}'
+
+Send it twice: the headers say where it went (x-gateway-engine) and how much of it was
+there (x-gateway-expected-cached), `cached_tokens` in the answer what the engine found.
+
+  curl -s '{admin}/gateway/decisions?limit=1' | python3 -m json.tool    # why it went there
+  curl -s -X PUT {admin}/gateway/policy -H 'Content-Type: application/json' \\
+    -d '{{"policy": "round_robin"}}'                              # another policy
+  mooncake-loadtest replay examples/conversations.jsonl --url {data}   # some conversations
+
+Answers are words drawn at random. Ctrl-C ends all of it.
+""",
+        err=True,
+    )
 
 
 @app.command()

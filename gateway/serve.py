@@ -15,7 +15,7 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-def run(config: GatewayConfig, path: Path | None = None) -> None:
+Serving = Callable[[str, str], None]
+
+
+def run(config: GatewayConfig, path: Path | None = None, on_serving: Serving | None = None) -> None:
     """Serve until a signal says otherwise; `path` is the file to reload from, if any.
+
+    `on_serving` is called once with the URLs of both listeners when they listen.
 
     Raises:
         ConfigError: if the configuration cannot be used, or an address is taken.
@@ -50,10 +55,10 @@ def run(config: GatewayConfig, path: Path | None = None) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, path))
+        runner.run(_serve(config, path, on_serving))
 
 
-async def _serve(config: GatewayConfig, path: Path | None) -> None:
+async def _serve(config: GatewayConfig, path: Path | None, on_serving: Serving | None) -> None:
     with contextlib.ExitStack() as stack:
         data_socket = stack.enter_context(_bind(config.listen.host, config.listen.port, "listen"))
         admin_socket = stack.enter_context(_bind(config.admin.host, config.admin.port, "admin"))
@@ -81,6 +86,8 @@ async def _serve(config: GatewayConfig, path: Path | None) -> None:
             _address(admin_socket),
             extra={"fields": {"models": list(gateway.rooms), "policy": config.policy}},
         )
+        if on_serving is not None:
+            on_serving(f"http://{_address(data_socket)}", f"http://{_address(admin_socket)}")
         watching: asyncio.Task[None] | None = None
         if path is not None:
             reloader = Reloader(path, gateway)

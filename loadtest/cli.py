@@ -1,116 +1,126 @@
-"""The `mooncake-loadtest` command. Each subcommand's work is in a file of its own."""
+"""`mooncake-loadtest`: emulate, replay."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from loadtest import replay_command
-from loadtest.replay import DEFAULT_MAX_TOKENS, ReplayError
-from loadtest.trace.chat import Answers
-from loadtest.trace.conversations import Format
+from loadtest.emulator import command
+from loadtest.emulator.faults import FaultError, Faults, parse_option
+from loadtest.emulator.settings import Settings
+from loadtest.engine import Limits
 
 app = typer.Typer(
-    name="mooncake-loadtest",
-    help="Traffic for a gateway or an engine, and what it shows.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    help="Emulates engines, and plays conversations against a gateway.",
 )
 
 
-@app.callback()
-def _several() -> None:
-    """Keep the subcommand's name on the command line even while there is only one."""
+app.command()(replay_command.replay)
 
 
 @app.command()
-def replay(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="Conversations; plain or .gz.", show_default=False),
-    ],
-    url: Annotated[
-        str, typer.Option(help="The gateway or engine; with or without /v1.")
-    ] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str | None, typer.Option(help="The model to ask.", show_default="first of /v1/models")
-    ] = None,
-    format_: Annotated[
-        Format, typer.Option("--format", help="Of the file; auto goes by its first line.")
-    ] = "auto",
-    answers: Annotated[
-        Answers,
+def emulate(
+    engines: Annotated[int, typer.Option(min=1, help="Engines, with ids e1 to eN.")] = 4,
+    model: Annotated[str, typer.Option(help="Served model name.")] = "emulated",
+    tokenizer: Annotated[
+        Path | None,
         typer.Option(
-            help="What later turns of a conversation have in their history: the recorded answers, "
-            "where there are any, or the engine's own."
-        ),
-    ] = "recorded",
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Longest answer, in tokens.",
-            show_default=f"the request's, else {DEFAULT_MAX_TOKENS}",
+            metavar="DIR",
+            help="Directory with tokenizer.json and the chat template; without it a small one is "
+            "made in the cache directory (a few seconds, once).",
         ),
     ] = None,
-    concurrency: Annotated[
-        int,
-        typer.Option(min=1, help="Sessions at once; 1 plays the turns in the file's order."),
-    ] = 1,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Play the first N turns.", show_default="all")
-    ] = None,
-    session: Annotated[
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a prefix block.")] = 32,
+    blocks: Annotated[int, typer.Option(min=2, help="Blocks of an engine's device cache.")] = 4096,
+    pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the pool.")] = 65536,
+    max_model_len: Annotated[
+        int, typer.Option(min=2, help="Longest sequence in tokens; at most what the cache holds.")
+    ] = 32768,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests in one step.")] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens in one step: the largest chunk of a prompt.")
+    ] = 2048,
+    hash_algorithm: Annotated[
+        str, typer.Option(help="sha256, sha256_cbor, xxhash or xxhash_cbor.")
+    ] = "sha256_cbor",
+    seed: Annotated[str, typer.Option(help="Seed of the hashes (`PYTHONHASHSEED`).")] = "0",
+    speed: Annotated[float, typer.Option(help="So many times as fast as the model's rates.")] = 1.0,
+    host: Annotated[str, typer.Option(help="Address of all listeners.")] = "127.0.0.1",
+    base_port: Annotated[
+        int, typer.Option(help="Port of e1; the others follow. 0 takes free ones.")
+    ] = 0,
+    master_port: Annotated[int, typer.Option(help="Port of the master; 0 takes a free one.")] = 0,
+    control_port: Annotated[
+        int, typer.Option(help="Port of the faults' listener; 0 takes a free one.")
+    ] = 0,
+    client_ttl: Annotated[
+        float, typer.Option(min=0, help="Seconds that a dead engine's blocks stay listed.")
+    ] = 10.0,
+    events: Annotated[bool, typer.Option(help="Publish KV events.")] = True,
+    pool: Annotated[bool, typer.Option(help="Share a pool, with a master.")] = True,
+    fault: Annotated[
         list[str] | None,
-        typer.Option(help="Play this session only; may be repeated.", show_default="all"),
+        typer.Option(
+            metavar="ID:FAULT[=VALUE]",
+            help="A fault from the start, e.g. e2:slow=4 or master:hang; may be repeated. "
+            "docs/emulator.md lists them.",
+        ),
     ] = None,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Environment variable with the API key to send."),
+    gateway_config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.yaml",
+            help="Write a gateway.yaml for this fleet: port 8000, admin on 9100, debug headers on.",
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a turn may take.")] = 600.0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object per turn, then `summary`.")
+        bool, typer.Option("--json", help="Print one line of JSON when all of it listens.")
+    ] = False,
+    with_parent: Annotated[
+        bool, typer.Option("--with-parent", help="End when the process that started it ends.")
     ] = False,
 ) -> None:
-    """Play a file of conversations and print what each turn hit.
+    """Run emulated vLLM engines, and the master of the pool that they share.
 
-    FILE has a JSON object per line: a conversation (`session`, `messages`), played
-    turn by turn; a chat request's body (has a `model`; `session` or `session_id` if
-    it has one); or a row of an LMCache agent trace. The gateway's debug headers say
-    which engine a turn went to and what was expected to be cached there, the
-    engine's usage what was.
-
-    Exits with 0 if every turn was answered, 1 if one failed, 2 if the file or an
-    argument cannot be used, 130 on Ctrl-C.
+    No GPU and no model: an engine's cache, its scheduling and its times are a
+    model's; its HTTP answers, KV events and metrics are those of vLLM. Answers
+    are words drawn by the prompt. Ctrl-C and SIGTERM end all of it with status
+    0; ports that are taken with 1, wrong arguments with 2.
     """
-    options = replay_command.Options(
-        file=file,
-        format_=format_,
-        url=url,
-        model=model,
-        max_tokens=max_tokens,
-        concurrency=concurrency,
-        limit=limit,
-        sessions=tuple(session or ()),
-        answers=answers,
-        api_key_env=api_key_env,
-        timeout=timeout,
-        as_json=as_json,
-    )
     try:
-        status = replay_command.run(options)
-    except replay_command.UsageError as error:
-        typer.echo(f"mooncake-loadtest: {error}", err=True)
-        raise typer.Exit(replay_command.EXIT_USAGE) from error
-    except ReplayError as error:
-        typer.echo(f"mooncake-loadtest: {error}", err=True)
-        raise typer.Exit(replay_command.EXIT_FAILED) from error
-    raise typer.Exit(status)
+        faults: dict[str, Faults] = dict(parse_option(text) for text in fault or ())
+        settings = Settings(
+            tokenizer=tokenizer or command.default_tokenizer(),
+            engines=engines,
+            model=model,
+            host=host,
+            base_port=base_port,
+            master_port=master_port,
+            control_port=control_port,
+            limits=Limits(block_size, blocks, max_num_seqs, max_num_batched_tokens),
+            algorithm=hash_algorithm,
+            seed=seed,
+            speed=speed,
+            max_model_len=max_model_len,
+            pool_blocks=pool_blocks if pool else None,
+            client_ttl=client_ttl,
+            events=events,
+            faults=faults,
+        )
+    except (FaultError, ValueError) as error:
+        _fail(str(error))
+    command.run(settings, gateway_config=gateway_config, as_json=as_json, with_parent=with_parent)
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"mooncake-loadtest: {message}", err=True)
+    raise typer.Exit(command.EXIT_USAGE)
 
 
 def main() -> None:
