@@ -68,8 +68,8 @@ class Runner:
 
     def submit(self, exchange: Exchange) -> None:
         """Bring a request. Raises ValueError for one that never fits; nothing of it is kept."""
-        self._advance()
-        now = self.now
+        # One and the same moment: by a later look at the clock more may be due.
+        now = self._advance()
         submitted = []
         try:
             for choice in exchange.choices:
@@ -84,11 +84,11 @@ class Runner:
 
     def abort(self, choices: Iterable[Choice]) -> None:
         """Drop what is not done of a request."""
-        self._advance()
+        now = self._advance()
         for choice in choices:
             if choice in self._choices:
                 self._choices.discard(choice)
-                self.engine.abort(choice, self.now)
+                self.engine.abort(choice, now)
         self._advance()
         self._set_timer()
 
@@ -125,14 +125,17 @@ class Runner:
             wait = max(0.0, (at - self.now) / self._rate)
             self._timer = self._loop.call_later(wait, self._tick)
 
-    def _advance(self) -> None:
-        facts = self.engine.advance(self.now)
+    def _advance(self) -> float:
+        """Let happen what is due by now, and return when that is."""
+        now = self.now
+        facts = self.engine.advance(now)
         for _, together in itertools.groupby(facts, key=lambda fact: fact.at):
             events: list[AnyEvent] = []
             for fact in together:
                 self._take(fact, events)
             if events and self._publisher is not None:
                 self._publisher.publish(events)
+        return now
 
     def _take(self, fact: Fact, events: list[AnyEvent]) -> None:
         if isinstance(fact, Removed):

@@ -81,7 +81,9 @@ async def demo(tmp_path: Path, cache: Path) -> AsyncIterator[Demo]:
         yield made
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 @dataclass
@@ -93,6 +95,7 @@ class Seen:
     ended_at: float = 0.0
     status: int = 0
     whole: bool = False
+    last: str = ""
 
 
 async def work(demo: Demo, number: int, seen: list[Seen], stop: asyncio.Event) -> None:
@@ -115,6 +118,7 @@ async def work(demo: Demo, number: int, seen: list[Seen], stop: asyncio.Event) -
                 one.status = answer.status_code
                 async for line in answer.aiter_lines():
                     one.whole = one.whole or line == "data: [DONE]"
+                    one.last = line or one.last
             one.ended_at = loop.time()
 
 
