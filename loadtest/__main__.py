@@ -1,4 +1,4 @@
-"""`python -m loadtest` is `mooncake-loadtest`."""
+"""`python -m loadtest`."""
 
 from loadtest.cli import main
 

@@ -1,4 +1,4 @@
-"""The `mooncake-loadtest` command. Each subcommand's work is in a file of its own."""
+"""`mooncake-loadtest`: emulate, replay."""
 
 from __future__ import annotations
 
@@ -9,107 +9,20 @@ import typer
 
 from connector import version
 from loadtest import replay_command
-from loadtest.emulator import command as emulator
+from loadtest.emulator import command
 from loadtest.emulator.faults import FaultError, Faults, parse_option
 from loadtest.emulator.settings import Settings
 from loadtest.engine import Limits
-from loadtest.replay import DEFAULT_MAX_TOKENS, ReplayError
-from loadtest.trace.chat import Answers
-from loadtest.trace.conversations import Format
 
 app = typer.Typer(
-    name="mooncake-loadtest",
-    help="Traffic for a gateway or an engine and what it shows, and engines to send it to.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    help="Emulates engines, and plays conversations against a gateway.",
 )
 app.callback()(version.options)
 
-
-@app.command()
-def replay(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="Conversations; plain or .gz.", show_default=False),
-    ],
-    url: Annotated[
-        str, typer.Option(help="The gateway or engine; with or without /v1.")
-    ] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str | None, typer.Option(help="The model to ask.", show_default="first of /v1/models")
-    ] = None,
-    format_: Annotated[
-        Format, typer.Option("--format", help="Of the file; auto goes by its first line.")
-    ] = "auto",
-    answers: Annotated[
-        Answers,
-        typer.Option(
-            help="What later turns of a conversation have in their history: the recorded answers, "
-            "where there are any, or the engine's own."
-        ),
-    ] = "recorded",
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Longest answer, in tokens.",
-            show_default=f"the request's, else {DEFAULT_MAX_TOKENS}",
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int,
-        typer.Option(min=1, help="Sessions at once; 1 plays the turns in the file's order."),
-    ] = 1,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Play the first N turns.", show_default="all")
-    ] = None,
-    session: Annotated[
-        list[str] | None,
-        typer.Option(help="Play this session only; may be repeated.", show_default="all"),
-    ] = None,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Environment variable with the API key to send."),
-    ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a turn may take.")] = 600.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object per turn, then `summary`.")
-    ] = False,
-) -> None:
-    """Play a file of conversations and print what each turn hit.
-
-    FILE has a JSON object per line: a conversation (`session`, `messages`), played
-    turn by turn; a chat request's body (has a `model`; `session` or `session_id` if
-    it has one); or a row of an LMCache agent trace. The gateway's debug headers say
-    which engine a turn went to and what was expected to be cached there, the
-    engine's usage what was.
-
-    Exits with 0 if every turn was answered, 1 if one failed, 2 if the file or an
-    argument cannot be used, 130 on Ctrl-C.
-    """
-    options = replay_command.Options(
-        file=file,
-        format_=format_,
-        url=url,
-        model=model,
-        max_tokens=max_tokens,
-        concurrency=concurrency,
-        limit=limit,
-        sessions=tuple(session or ()),
-        answers=answers,
-        api_key_env=api_key_env,
-        timeout=timeout,
-        as_json=as_json,
-    )
-    try:
-        status = replay_command.run(options)
-    except replay_command.UsageError as error:
-        _fail(error, replay_command.EXIT_USAGE)
-    except ReplayError as error:
-        _fail(error, replay_command.EXIT_FAILED)
-    raise typer.Exit(status)
+app.command()(replay_command.replay)
 
 
 @app.command()
@@ -184,7 +97,7 @@ def emulate(
     try:
         faults: dict[str, Faults] = dict(parse_option(text) for text in fault or ())
         settings = Settings(
-            tokenizer=tokenizer or emulator.default_tokenizer(),
+            tokenizer=tokenizer or command.default_tokenizer(),
             engines=engines,
             model=model,
             host=host,
@@ -202,13 +115,13 @@ def emulate(
             faults=faults,
         )
     except (FaultError, ValueError) as error:
-        _fail(error, emulator.EXIT_USAGE)
-    emulator.run(settings, gateway_config=gateway_config, as_json=as_json, with_parent=with_parent)
+        _fail(str(error))
+    command.run(settings, gateway_config=gateway_config, as_json=as_json, with_parent=with_parent)
 
 
-def _fail(error: Exception, status: int) -> NoReturn:
-    typer.echo(f"mooncake-loadtest: {error}", err=True)
-    raise typer.Exit(status) from error
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"mooncake-loadtest: {message}", err=True)
+    raise typer.Exit(command.EXIT_USAGE)
 
 
 def main() -> None:

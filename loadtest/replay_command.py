@@ -1,24 +1,20 @@
-"""The `replay` command behind its arguments: what it prints, and the status it ends with."""
+"""The `replay` command: its arguments, and the status that it ends with."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated
 
 import httpx
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from loadtest.hits import Hit, Summary, summarise
-from loadtest.replay import Player, first_model
+from loadtest.hits import Hit, summarise
+from loadtest.replay import DEFAULT_MAX_TOKENS, Player, ReplayError, first_model
+from loadtest.replay_output import JsonLines, Printer, TextLines, progress
 from loadtest.trace.chat import Answers
 from loadtest.trace.conversations import Format, read
 from loadtest.trace.lines import TraceError
@@ -31,8 +27,90 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 """Ctrl-C, as a shell reports it."""
 
-_PROGRESS_SECONDS = 10.0
-_WIDEST = 24
+
+def replay(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Conversations; plain or .gz.", show_default=False),
+    ],
+    url: Annotated[
+        str, typer.Option(help="The gateway or engine; with or without /v1.")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option(help="The model to ask.", show_default="first of /v1/models")
+    ] = None,
+    format_: Annotated[
+        Format, typer.Option("--format", help="Of the file; auto goes by its first line.")
+    ] = "auto",
+    answers: Annotated[
+        Answers,
+        typer.Option(
+            help="What later turns of a conversation have in their history: the recorded answers, "
+            "where there are any, or the engine's own."
+        ),
+    ] = "recorded",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest answer, in tokens.",
+            show_default=f"the request's, else {DEFAULT_MAX_TOKENS}",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int,
+        typer.Option(min=1, help="Sessions at once; 1 plays the turns in the file's order."),
+    ] = 1,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Play the first N turns.", show_default="all")
+    ] = None,
+    session: Annotated[
+        list[str] | None,
+        typer.Option(help="Play this session only; may be repeated.", show_default="all"),
+    ] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with the API key to send."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a turn may take.")] = 600.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object per turn, then `summary`.")
+    ] = False,
+) -> None:
+    """Play a file of conversations and print what each turn hit.
+
+    FILE has a JSON object per line: a conversation (`session`, `messages`), played
+    turn by turn; a chat request's body (has a `model`; `session` or `session_id` if
+    it has one); or a row of an LMCache agent trace. The gateway's debug headers say
+    which engine a turn went to and what was expected to be cached there, the
+    engine's usage what was.
+
+    Exits with 0 if every turn was answered, 1 if one failed, 2 if the file or an
+    argument cannot be used, 130 on Ctrl-C.
+    """
+    options = Options(
+        file=file,
+        format_=format_,
+        url=url,
+        model=model,
+        max_tokens=max_tokens,
+        concurrency=concurrency,
+        limit=limit,
+        sessions=tuple(session or ()),
+        answers=answers,
+        api_key_env=api_key_env,
+        timeout=timeout,
+        as_json=as_json,
+    )
+    try:
+        status = run(options)
+    except UsageError as error:
+        typer.echo(f"mooncake-loadtest: {error}", err=True)
+        raise typer.Exit(EXIT_USAGE) from error
+    except ReplayError as error:
+        typer.echo(f"mooncake-loadtest: {error}", err=True)
+        raise typer.Exit(EXIT_FAILED) from error
+    raise typer.Exit(status)
 
 
 class UsageError(Exception):
@@ -66,10 +144,10 @@ def run(options: Options) -> int:
     """
     turns = choose(options)
     client = _client(options)
-    printer: Printer = _Json() if options.as_json else _Lines(turns)
+    printer: Printer = JsonLines() if options.as_json else TextLines(turns)
     hits: list[Hit] = []
     began, interrupted = time.monotonic(), False
-    with _progress(len(turns), hits) as tick:
+    with progress(len(turns), hits) as tick:
 
         def note(hit: Hit) -> None:
             hits.append(hit)
@@ -139,120 +217,3 @@ def _client(options: Options) -> httpx.AsyncClient:
         )
     except httpx.InvalidURL as error:
         raise UsageError(f"--url: {options.url!r}: {error}") from error
-
-
-class Printer(Protocol):
-    """Shows turns as they end, and the sums."""
-
-    def turn(self, hit: Hit) -> None:
-        """Show a turn."""
-        ...
-
-    def summary(self, summary: Summary, *, planned: int, seconds: float) -> None:
-        """Show the sums."""
-        ...
-
-
-class _Json:
-    def turn(self, hit: Hit) -> None:
-        self._line({**asdict(hit), "expected": hit.expected})
-
-    def summary(self, summary: Summary, *, planned: int, seconds: float) -> None:
-        self._line({"summary": {**summary.as_json(), "planned": planned, "seconds": seconds}})
-
-    def _line(self, content: dict[str, Any]) -> None:
-        typer.echo(json.dumps(content, ensure_ascii=False))
-
-
-class _Lines:
-    def __init__(self, turns: list[Turn]) -> None:
-        self._width = max(7, min(_WIDEST, max(len(turn.session) for turn in turns)))
-        self._begun = False
-
-    def turn(self, hit: Hit) -> None:
-        if not self._begun:
-            self._begun = True
-            self._row(
-                "session", "turn", "status", "prompt", "cached", "hit", "TTFT", "total",
-                "engine", "expected",
-            )  # fmt: skip
-        expected = "-" if hit.device is None else f"device={hit.device},pool={hit.pool or 0}"
-        share = f"{hit.cached / hit.prompt:.0%}" if hit.cached is not None and hit.prompt else "-"
-        self._row(
-            hit.session[: self._width], hit.turn, _or_dash(hit.status), _or_dash(hit.prompt),
-            _or_dash(hit.cached), share, _seconds(hit.ttft), _seconds(hit.seconds),
-            hit.engine or "-", expected,
-        )  # fmt: skip
-        if hit.error is not None:
-            typer.echo(f"  session {hit.session}, turn {hit.turn} failed: {hit.error}")
-
-    def _row(self, session: str, *cells: object) -> None:
-        turn, status, prompt, cached, share, ttft, total, engine, expected = cells
-        typer.echo(
-            f"{session:<{self._width}} {turn:>4} {status:>6} {prompt:>7} {cached:>7} {share:>5} "
-            f"{ttft:>8} {total:>8}  {engine:<8} {expected}"
-        )
-
-    def summary(self, summary: Summary, *, planned: int, seconds: float) -> None:
-        played = str(planned) if summary.turns == planned else f"{summary.turns} of {planned}"
-        typer.echo(f"\n{played} turns in {seconds:.1f} s, {summary.failed} failed")
-        answered = summary.turns - summary.failed
-        if not answered:
-            return
-        typer.echo(f"prompt tokens    {summary.prompt:>10,}")
-        if summary.share is not None:
-            typer.echo(f"reported cached  {summary.cached:>10,}  {summary.share:.1%}")
-        if summary.without_expected < answered:
-            expected = summary.device + summary.pool
-            typer.echo(
-                f"expected cached  {expected:>10,}  device {summary.device:,}, "
-                f"pool {summary.pool:,}; overrated {summary.overrated:,}, "
-                f"underrated {summary.underrated:,}"
-            )
-        if summary.ttft:
-            marks = ", ".join(f"{mark} {time:.3f} s" for mark, time in summary.ttft.items())
-            typer.echo(f"TTFT             {marks}")
-        if summary.without_cached:
-            typer.echo(
-                f"{summary.without_cached} turns without cached tokens: start the engines with "
-                "--enable-prompt-tokens-details"
-            )
-        if summary.without_expected:
-            typer.echo(
-                f"{summary.without_expected} turns without engine and expectation: set "
-                "debug_headers: true in gateway.yaml"
-            )
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f} s"
-
-
-@contextmanager
-def _progress(total: int, hits: list[Hit]) -> Iterator[Callable[[], None]]:
-    """Yield what is to be called at every turn's end; it shows on standard error how far we are.
-
-    Where the turns' own lines go to the same terminal, they are the progress.
-    """
-    console = Console(stderr=True, highlight=False)
-    if console.is_terminal and not Console().is_terminal:
-        columns = (TextColumn("turns"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        # Lines printed meanwhile belong to standard output, wherever that goes.
-        with Progress(*columns, console=console, redirect_stdout=False) as progress:
-            task = progress.add_task("turns", total=total)
-            yield lambda: progress.advance(task)
-        return
-    said = time.monotonic()
-
-    def tick() -> None:
-        nonlocal said
-        if not console.is_terminal and time.monotonic() - said > _PROGRESS_SECONDS:
-            said = time.monotonic()
-            failed = sum(hit.error is not None for hit in hits)
-            console.print(f"{len(hits)} of {total} turns, {failed} failed")
-
-    yield tick
