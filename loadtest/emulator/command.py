@@ -55,6 +55,8 @@ def run(
     parent = os.getppid() if with_parent else None
     if parent is not None:
         _die_with_parent()
+    # Prompts come one by one; several threads for one cost more than they give.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if settings.context < settings.max_model_len:
         settings = replace(settings, max_model_len=settings.context)
     try:

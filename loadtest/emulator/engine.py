@@ -262,7 +262,10 @@ class EmulatedEngine:
         def hangs(handler: Handler) -> Handler:
             async def answer(request: web.Request) -> web.StreamResponse:
                 await self._moving.wait()
-                return await handler(request)
+                try:
+                    return await handler(request)
+                except _Gone:
+                    return _broken(request)
 
             return answer
 
@@ -270,14 +273,15 @@ class EmulatedEngine:
             async def answer(request: web.Request) -> web.StreamResponse:
                 await self._moving.wait()
                 if self.faults.reset:
-                    abort(request.transport)
-                    raise asyncio.CancelledError
+                    return _broken(request)
                 try:
                     if self.faults.error is not None:
                         raise _fault(self.faults.error)
                     return await handler(request)
                 except Refused as refused:
                     return _json(refused.body, status=refused.status)
+                except (_Gone, ConnectionError):
+                    return _broken(request)
 
             return answer
 
@@ -335,7 +339,7 @@ class EmulatedEngine:
                 return await self._stream(request, exchange, shape, wanted, chat=chat)
             await exchange.whole()
             if self.faults.reset_after == 0:
-                abort(request.transport)
+                raise _Gone
             return web.Response(body=shape.whole(), content_type="application/json")
         finally:
             runner.abort(choices)
@@ -357,8 +361,7 @@ class EmulatedEngine:
             nonlocal sent
             most = self.faults.reset_after
             if most is not None and sent >= most:
-                abort(request.transport)
-                raise ConnectionResetError("reset by a fault")
+                raise _Gone
             await response.write(chunk)
             sent += 1
 
@@ -450,7 +453,7 @@ class EmulatedEngine:
 
     def _running(self) -> _Incarnation:
         if self._life is None:
-            raise ConnectionResetError("the engine was stopped")
+            raise _Gone
         return self._life
 
     async def _read(self, request: web.Request, *, chat: bool) -> tuple[Body, Wish]:
@@ -463,6 +466,16 @@ class EmulatedEngine:
         if (request.content_length or 0) > _LARGE:
             return await asyncio.to_thread(render, body)
         return render(body)
+
+
+class _Gone(Exception):
+    """The connection is to be broken: a fault, or the engine was stopped."""
+
+
+def _broken(request: web.Request) -> web.Response:
+    """Break a request's connection; what is returned reaches nobody."""
+    abort(request.transport)
+    return web.Response(status=500)
 
 
 def _endpoint(host: str, port: int) -> str | None:

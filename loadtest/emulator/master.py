@@ -147,6 +147,7 @@ class Master:
             ),
             web.get("/kv_events/status", tells({"enabled": False, **events})),
             *control.routes(self),
+            not_found=lambda: web.Response(status=404, body=b"404 Not Found"),
         )
 
     async def _query(self, request: web.Request) -> web.StreamResponse:
