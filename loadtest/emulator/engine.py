@@ -21,7 +21,7 @@ from connector.render import Inexact, Renderer, RenderError
 from loadtest.emulator import bodies, control, wire
 from loadtest.emulator.bodies import Body, Refused, Wish
 from loadtest.emulator.exchange import Choice, Exchange
-from loadtest.emulator.faults import NO_FAULTS, Faults
+from loadtest.emulator.faults import NO_FAULTS, OF_ENGINE, Faults
 from loadtest.emulator.listener import Handler, Listener, abort, application
 from loadtest.emulator.metrics import CONTENT_TYPE, Metrics
 from loadtest.emulator.publisher import Publisher
@@ -155,6 +155,7 @@ class EmulatedEngine:
         self.id = engine_id
         self.segment = segment
         self.faults = faults
+        self.possible = OF_ENGINE
         self.incarnations = 0
         self.events_port = 0
         self.replay_port = 0

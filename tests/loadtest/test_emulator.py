@@ -32,7 +32,7 @@ from gateway.index.device import DeviceIndex
 from gateway.index.subscriber import Subscriber
 from loadtest.cli import app
 from loadtest.emulator.engine import EmulatedEngine
-from loadtest.emulator.faults import FaultError, Faults, parse, parse_option
+from loadtest.emulator.faults import OF_ENGINE, FaultError, Faults, parse, parse_option
 from loadtest.emulator.fleet import Fleet
 from loadtest.emulator.settings import Settings
 from loadtest.engine import Limits, Rates
@@ -610,15 +610,22 @@ async def test_faults_that_do_not_exist_are_named(fleet: Fleet, client: httpx.As
     assert answer.status_code == 400
     assert answer.json()["error"].startswith("slwo: no such fault; there are hang, reset")
     assert (await client.get(url)).json() == Faults().model_dump()
+    master = f"{fleet.control_url}/emulator/master/faults"
+    answer = await client.put(master, json={"slow": 4})
+    assert answer.json()["error"] == (
+        "slow: not a fault that it can have; there are hang, error, empty"
+    )
 
 
 def test_faults_are_read_from_options() -> None:
     assert parse_option("e2:slow=4,error=503") == ("e2", Faults(slow=4, error=503))
     assert parse_option("e1:hang") == ("e1", Faults(hang=True))
     assert parse_option("e1:drop_events") == ("e1", Faults(drop_events=1))
-    assert parse(b'{"drop_events": true}') == Faults(drop_events=1)
+    assert parse(b'{"drop_events": true}', OF_ENGINE) == Faults(drop_events=1)
     with pytest.raises(FaultError, match="is no fault; write ID:FAULT"):
         parse_option("slow=4")
+    with pytest.raises(FaultError, match="empty: not a fault that it can have"):
+        parse_option("e1:empty")
     with pytest.raises(FaultError, match="slow: Input should be greater than 0"):
         parse_option("e1:slow=0")
 
