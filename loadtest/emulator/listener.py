@@ -9,6 +9,8 @@ from aiohttp import web
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+# Look-ups of a whole chain are one long line; Mooncake's master takes megabytes.
+_LINE_BYTES = 4 * 1024**2
 _BODY_BYTES = 512 * 1024**2
 
 
@@ -57,7 +59,11 @@ class Listener:
     async def open(self, app: web.Application) -> None:
         """Serve an application. Raises OSError where the port is taken."""
         runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=0.0,
+            max_line_size=_LINE_BYTES,
         )
         await runner.setup()
         try:

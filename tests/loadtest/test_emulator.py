@@ -390,6 +390,8 @@ async def test_the_masters_answers_are_mooncakes(fleet: Fleet, client: httpx.Asy
     assert holders == {one.segment}
     assert {segment.name for segment in segments.values()} == {one.segment, other.segment}
     assert (await client.get(f"{url}/get_all_keys")).text.split() == keys
+    many = [*keys, *(f"{keys[0]}{i}" for i in range(400))]  # 50 KB in one line
+    assert len(parse_query((await client.get(url + query_path(many))).content)) == full
     health = (await client.get(f"{url}/health")).json()
     assert (health["role"], health["service_ready"]) == ("leader", True)
     assert f"master_key_count {full}\n" in (await client.get(f"{url}/metrics")).text
@@ -668,7 +670,7 @@ def test_the_command_says_where_it_is_and_ends_when_told(
         assert yaml.safe_load(config.read_text())["debug_headers"] is True
         # A stream under way does not hold it up.
         with httpx.stream("POST", f"{url}{CHAT}", json=body(max_tokens=2000, stream=True)):
-            # It would go on for ten seconds; ending takes a fraction of one where nobody else works.
+            # It would go on for ten seconds.
             process.send_signal(number)
             assert process.wait(timeout=5) == 0
         assert process.stderr is not None
