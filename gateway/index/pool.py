@@ -54,6 +54,9 @@ from policies.base import PoolSpan, Tier
 
 log = logging.getLogger(__name__)
 
+# A key that nobody has; asking for it shows whether the master answers.
+_PROBE_KEY = "mooncake-gateway-probe"
+
 _COST = {Tier.MEMORY: 0, Tier.SSD: 1, Tier.DISK: 2}
 
 
@@ -583,8 +586,10 @@ class PoolIndex:
         while True:
             self._stale.clear()
             heard = await self.refresh()
+            if heard and self.breaker.state is not State.CLOSED:
+                await self._probe()
             await asyncio.sleep(self._limits.refresh_pause)
-            if not heard:
+            if not heard or self.breaker.state is not State.CLOSED:
                 continue
             try:
                 async with asyncio.timeout(
@@ -593,6 +598,23 @@ class PoolIndex:
                     await self._stale.wait()
             except TimeoutError:
                 continue  # the period is over
+
+    async def _probe(self) -> None:
+        """Try the master in a turn's place: an idle gateway, too, notices that it is back."""
+        permit = self.breaker.ask()
+        if permit is None:
+            return  # it rests
+        try:
+            async with asyncio.timeout(self._config.deadline):
+                await self._query([_PROBE_KEY])
+        except TimeoutError:
+            self._fail(permit, self._too_slow(self._config.deadline))
+        except (aiohttp.ClientError, OSError, PoolError) as error:
+            self._fail(permit, f"the pool's master at {self._master} fails: {_words(error)}")
+        else:
+            permit.succeeded()
+        finally:
+            permit.abandoned()
 
     async def _verify_always(self) -> None:
         while True:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -27,7 +26,6 @@ from loadtest.emulator.settings import Settings
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 _PARENT_LOOK = 0.2
-_PR_SET_PDEATHSIG = 1
 
 
 def default_tokenizer() -> Path:
@@ -53,8 +51,8 @@ def run(
 ) -> None:
     """Run a fleet until SIGINT or SIGTERM, or until the parent ends. Exits on errors."""
     parent = os.getppid() if with_parent else None
-    if parent is not None:
-        _die_with_parent()
+    # Prompts come one by one; several threads for one cost more than they give.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if settings.context < settings.max_model_len:
         settings = replace(settings, max_model_len=settings.context)
     try:
@@ -91,6 +89,8 @@ async def _serve(
 
 
 def _watch(parent: int, ended: asyncio.Event) -> None:
+    # Linux could signal the parent's end, but takes that of the thread that
+    # started this process for it.
     if os.getppid() == parent:
         asyncio.get_running_loop().call_later(_PARENT_LOOK, _watch, parent, ended)
     else:
@@ -120,12 +120,6 @@ def _say(fleet: Fleet, gateway_config: Path | None) -> None:
     if gateway_config is not None:
         console.print(f"wrote {gateway_config}")
     console.print("Ctrl-C ends all of it.")
-
-
-def _die_with_parent() -> None:
-    """Ask Linux for SIGTERM when the parent ends; elsewhere the parent is looked at."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _fail(message: str, status: int) -> NoReturn:

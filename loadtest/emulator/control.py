@@ -23,6 +23,8 @@ class Member(Protocol):
     """An engine or the master, as far as it can be made to fail."""
 
     faults: Faults
+    possible: frozenset[str]
+    """Names of the faults that it can have."""
 
     async def start(self) -> None:
         """Start where it does not run."""
@@ -117,7 +119,7 @@ def _faults(member: Member) -> web.Response:
 
 async def _set(member: Member, request: web.Request) -> web.Response:
     try:
-        member.set_faults(parse(await request.read()))
+        member.set_faults(parse(await request.read(), member.possible))
     except FaultError as error:
         return web.json_response({"error": str(error)}, status=400)
     return _faults(member)

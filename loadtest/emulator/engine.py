@@ -21,7 +21,7 @@ from connector.render import Inexact, Renderer, RenderError
 from loadtest.emulator import bodies, control, wire
 from loadtest.emulator.bodies import Body, Refused, Wish
 from loadtest.emulator.exchange import Choice, Exchange
-from loadtest.emulator.faults import NO_FAULTS, Faults
+from loadtest.emulator.faults import NO_FAULTS, OF_ENGINE, Faults
 from loadtest.emulator.listener import Handler, Listener, abort, application
 from loadtest.emulator.metrics import CONTENT_TYPE, Metrics
 from loadtest.emulator.publisher import Publisher
@@ -155,6 +155,7 @@ class EmulatedEngine:
         self.id = engine_id
         self.segment = segment
         self.faults = faults
+        self.possible = OF_ENGINE
         self.incarnations = 0
         self.events_port = 0
         self.replay_port = 0
@@ -262,7 +263,10 @@ class EmulatedEngine:
         def hangs(handler: Handler) -> Handler:
             async def answer(request: web.Request) -> web.StreamResponse:
                 await self._moving.wait()
-                return await handler(request)
+                try:
+                    return await handler(request)
+                except _Gone:
+                    return _broken(request)
 
             return answer
 
@@ -270,14 +274,15 @@ class EmulatedEngine:
             async def answer(request: web.Request) -> web.StreamResponse:
                 await self._moving.wait()
                 if self.faults.reset:
-                    abort(request.transport)
-                    raise asyncio.CancelledError
+                    return _broken(request)
                 try:
                     if self.faults.error is not None:
                         raise _fault(self.faults.error)
                     return await handler(request)
                 except Refused as refused:
                     return _json(refused.body, status=refused.status)
+                except (_Gone, ConnectionError):
+                    return _broken(request)
 
             return answer
 
@@ -335,7 +340,7 @@ class EmulatedEngine:
                 return await self._stream(request, exchange, shape, wanted, chat=chat)
             await exchange.whole()
             if self.faults.reset_after == 0:
-                abort(request.transport)
+                raise _Gone
             return web.Response(body=shape.whole(), content_type="application/json")
         finally:
             runner.abort(choices)
@@ -357,8 +362,7 @@ class EmulatedEngine:
             nonlocal sent
             most = self.faults.reset_after
             if most is not None and sent >= most:
-                abort(request.transport)
-                raise ConnectionResetError("reset by a fault")
+                raise _Gone
             await response.write(chunk)
             sent += 1
 
@@ -450,7 +454,7 @@ class EmulatedEngine:
 
     def _running(self) -> _Incarnation:
         if self._life is None:
-            raise ConnectionResetError("the engine was stopped")
+            raise _Gone
         return self._life
 
     async def _read(self, request: web.Request, *, chat: bool) -> tuple[Body, Wish]:
@@ -463,6 +467,16 @@ class EmulatedEngine:
         if (request.content_length or 0) > _LARGE:
             return await asyncio.to_thread(render, body)
         return render(body)
+
+
+class _Gone(Exception):
+    """The connection is to be broken: a fault, or the engine was stopped."""
+
+
+def _broken(request: web.Request) -> web.Response:
+    """Break a request's connection; what is returned reaches nobody."""
+    abort(request.transport)
+    return web.Response(status=500)
 
 
 def _endpoint(host: str, port: int) -> str | None:

@@ -6,6 +6,9 @@ from pydantic import Field, ValidationError
 
 from connector.model import Section
 
+MASTER = "master"
+"""The master's name where faults are set by name."""
+
 
 class FaultError(ValueError):
     """Faults that cannot be set; the text says why."""
@@ -43,13 +46,26 @@ class Faults(Section):
 
 NO_FAULTS = Faults()
 
+OF_MASTER = frozenset({"hang", "error", "empty"})
+OF_ENGINE = frozenset(Faults.model_fields) - {"empty"}
 
-def parse(body: bytes) -> Faults:
-    """Read faults from JSON. Raises FaultError."""
+
+def check(faults: Faults, possible: frozenset[str]) -> None:
+    """Check that a member can have these faults. Raises FaultError."""
+    other = sorted(faults.model_fields_set - possible)
+    if other:
+        known = ", ".join(name for name in Faults.model_fields if name in possible)
+        raise FaultError(f"{', '.join(other)}: not a fault that it can have; there are {known}")
+
+
+def parse(body: bytes, possible: frozenset[str]) -> Faults:
+    """Read a member's faults from JSON. Raises FaultError."""
     try:
-        return Faults.model_validate_json(body or b"{}")
+        faults = Faults.model_validate_json(body or b"{}")
     except ValidationError as error:
         raise FaultError(_told(error)) from error
+    check(faults, possible)
+    return faults
 
 
 def parse_option(text: str) -> tuple[str, Faults]:
@@ -64,9 +80,13 @@ def parse_option(text: str) -> tuple[str, Faults]:
     if values.get("drop_events") == "true":
         values["drop_events"] = "1"
     try:
-        return name, Faults.model_validate(values)
+        faults = Faults.model_validate(values)
+        check(faults, OF_MASTER if name == MASTER else OF_ENGINE)
     except ValidationError as error:
         raise FaultError(f"{text!r}: {_told(error)}") from error
+    except FaultError as error:
+        raise FaultError(f"{text!r}: {error}") from error
+    return name, faults
 
 
 def _told(error: ValidationError) -> str:

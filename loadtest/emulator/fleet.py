@@ -12,10 +12,10 @@ from connector.pool import KeySchema
 from connector.render import Renderer
 from loadtest.emulator.control import Member, control
 from loadtest.emulator.engine import EmulatedEngine, Prompts
-from loadtest.emulator.faults import NO_FAULTS
+from loadtest.emulator.faults import MASTER, NO_FAULTS
 from loadtest.emulator.listener import Listener
 from loadtest.emulator.master import Master
-from loadtest.emulator.settings import MASTER, Settings, segment_name
+from loadtest.emulator.settings import Settings, segment_name
 from loadtest.pool import Pool
 
 # Listeners of a gateway that is started with the configuration written here.

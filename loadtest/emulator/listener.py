@@ -9,28 +9,38 @@ from aiohttp import web
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+# Look-ups of a whole chain are one long line; Mooncake's master takes megabytes.
+_LINE_BYTES = 4 * 1024**2
 _BODY_BYTES = 512 * 1024**2
 
 
-def application(*routes: web.AbstractRouteDef) -> web.Application:
-    """Return an application; unknown paths and methods are answered as vLLM answers them."""
-    app = web.Application(client_max_size=_BODY_BYTES, middlewares=[_plain_errors])
+def application(
+    *routes: web.AbstractRouteDef, not_found: Callable[[], web.Response] | None = None
+) -> web.Application:
+    """Return an application; unknown paths and methods are answered as vLLM answers them.
+
+    `not_found` makes another answer to unknown paths.
+    """
+
+    def unknown() -> web.Response:
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    @web.middleware
+    async def plain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPMethodNotAllowed as error:
+            return web.json_response(
+                {"detail": "Method Not Allowed"},
+                status=405,
+                headers={"Allow": ", ".join(sorted(error.allowed_methods))},
+            )
+        except web.HTTPNotFound:
+            return (not_found or unknown)()
+
+    app = web.Application(client_max_size=_BODY_BYTES, middlewares=[plain_errors])
     app.add_routes(routes)
     return app
-
-
-@web.middleware
-async def _plain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPMethodNotAllowed as error:
-        return web.json_response(
-            {"detail": "Method Not Allowed"},
-            status=405,
-            headers={"Allow": ", ".join(sorted(error.allowed_methods))},
-        )
-    except web.HTTPNotFound:
-        return web.json_response({"detail": "Not Found"}, status=404)
 
 
 class Listener:
@@ -49,7 +59,11 @@ class Listener:
     async def open(self, app: web.Application) -> None:
         """Serve an application. Raises OSError where the port is taken."""
         runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=0.0,
+            max_line_size=_LINE_BYTES,
         )
         await runner.setup()
         try:

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from connector.pool import KeySchema
 from loadtest.emulator import control
-from loadtest.emulator.faults import NO_FAULTS, Faults
+from loadtest.emulator.faults import NO_FAULTS, OF_MASTER, Faults
 from loadtest.emulator.listener import Handler, Listener, application
 from loadtest.emulator.settings import Settings
 from loadtest.emulator.wire import encode
@@ -43,6 +43,7 @@ class Master:
         self, settings: Settings, pool: Pool, schema: KeySchema, faults: Faults = NO_FAULTS
     ) -> None:
         self.faults = faults
+        self.possible = OF_MASTER
         self._settings = settings
         self._pool = pool
         # What surrounds the hash in every key.
@@ -147,6 +148,7 @@ class Master:
             ),
             web.get("/kv_events/status", tells({"enabled": False, **events})),
             *control.routes(self),
+            not_found=lambda: web.Response(status=404, body=b"404 Not Found"),
         )
 
     async def _query(self, request: web.Request) -> web.StreamResponse:

@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loadtest.emulator.faults import Faults
+from loadtest.emulator.faults import MASTER, Faults
 from loadtest.engine import Limits, Rates
-
-MASTER = "master"
-"""The master's name where faults are set by name."""
 
 
 @dataclass(frozen=True, slots=True)

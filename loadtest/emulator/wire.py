@@ -152,12 +152,13 @@ class Shape:
     def _continuous(self, generated: int, choice: Choice) -> Json:
         if not (self._wanted.include_usage and self._wanted.continuous_usage):
             return {}
-        usage = {
+        usage: Json = {
             "prompt_tokens": choice.prompt,
             "total_tokens": choice.prompt + generated,
             "completion_tokens": generated,
-            "completion_tokens_details": None,
         }
+        if self._chat:
+            usage["completion_tokens_details"] = None
         return {"usage": usage}
 
     # -- both ------------------------------------------------------------------

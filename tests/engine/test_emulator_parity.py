@@ -105,11 +105,12 @@ def emulator(*options: str) -> Iterator[dict[str, Any]]:
         [sys.executable, "-m", "loadtest", "emulate", "--json", "--with-parent", *options],
         stdout=subprocess.PIPE,
     )
-    try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["ready"]
-    finally:
-        process.terminate()
+    with process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())["ready"]
+        finally:
+            process.terminate()
         assert process.wait(timeout=10) == 0
 
 

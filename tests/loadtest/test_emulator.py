@@ -32,7 +32,7 @@ from gateway.index.device import DeviceIndex
 from gateway.index.subscriber import Subscriber
 from loadtest.cli import app
 from loadtest.emulator.engine import EmulatedEngine
-from loadtest.emulator.faults import FaultError, Faults, parse, parse_option
+from loadtest.emulator.faults import OF_ENGINE, FaultError, Faults, parse, parse_option
 from loadtest.emulator.fleet import Fleet
 from loadtest.emulator.settings import Settings
 from loadtest.engine import Limits, Rates
@@ -390,6 +390,8 @@ async def test_the_masters_answers_are_mooncakes(fleet: Fleet, client: httpx.Asy
     assert holders == {one.segment}
     assert {segment.name for segment in segments.values()} == {one.segment, other.segment}
     assert (await client.get(f"{url}/get_all_keys")).text.split() == keys
+    many = [*keys, *(f"{keys[0]}{i}" for i in range(400))]  # 50 KB in one line
+    assert len(parse_query((await client.get(url + query_path(many))).content)) == full
     health = (await client.get(f"{url}/health")).json()
     assert (health["role"], health["service_ready"]) == ("leader", True)
     assert f"master_key_count {full}\n" in (await client.get(f"{url}/metrics")).text
@@ -610,15 +612,22 @@ async def test_faults_that_do_not_exist_are_named(fleet: Fleet, client: httpx.As
     assert answer.status_code == 400
     assert answer.json()["error"].startswith("slwo: no such fault; there are hang, reset")
     assert (await client.get(url)).json() == Faults().model_dump()
+    master = f"{fleet.control_url}/emulator/master/faults"
+    answer = await client.put(master, json={"slow": 4})
+    assert answer.json()["error"] == (
+        "slow: not a fault that it can have; there are hang, error, empty"
+    )
 
 
 def test_faults_are_read_from_options() -> None:
     assert parse_option("e2:slow=4,error=503") == ("e2", Faults(slow=4, error=503))
     assert parse_option("e1:hang") == ("e1", Faults(hang=True))
     assert parse_option("e1:drop_events") == ("e1", Faults(drop_events=1))
-    assert parse(b'{"drop_events": true}') == Faults(drop_events=1)
+    assert parse(b'{"drop_events": true}', OF_ENGINE) == Faults(drop_events=1)
     with pytest.raises(FaultError, match="is no fault; write ID:FAULT"):
         parse_option("slow=4")
+    with pytest.raises(FaultError, match="empty: not a fault that it can have"):
+        parse_option("e1:empty")
     with pytest.raises(FaultError, match="slow: Input should be greater than 0"):
         parse_option("e1:slow=0")
 
@@ -645,7 +654,7 @@ def command(tokenizer: Path, *options: str) -> Iterator[tuple[subprocess.Popen[b
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_says_where_it_is_and_ends_within_a_second(
+def test_the_command_says_where_it_is_and_ends_when_told(
     tokenizer: Path, tmp_path: Path, number: int
 ) -> None:
     config = tmp_path / "made" / "gateway.yaml"
@@ -661,10 +670,9 @@ def test_the_command_says_where_it_is_and_ends_within_a_second(
         assert yaml.safe_load(config.read_text())["debug_headers"] is True
         # A stream under way does not hold it up.
         with httpx.stream("POST", f"{url}{CHAT}", json=body(max_tokens=2000, stream=True)):
-            began = time.monotonic()
+            # It would go on for ten seconds.
             process.send_signal(number)
             assert process.wait(timeout=5) == 0
-            assert time.monotonic() - began < 1.0
         assert process.stderr is not None
         said = process.stderr.read().decode()
         assert f"engine e3: {url}" in said

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtest.cache import BlockCache
@@ -294,6 +294,7 @@ class Naive:
         self.queue = empty + self.queue + [block for block in gone if block in holding]
 
 
+@settings(deadline=None)
 @given(
     st.integers(4, 12),
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 5)), max_size=40),
@@ -331,6 +332,7 @@ def test_the_cache_is_what_a_naive_one_is(
         assert cache.usage == pytest.approx(1 - cache.free / (blocks - 1))
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(
