@@ -530,3 +530,20 @@ async def test_the_objects_of_a_turn_are_counted(master: FakeMaster) -> None:
         assert await index.objects(chain) == 2
         master.status = 500
         assert await index.objects(chain) is None
+
+
+async def test_an_idle_gateway_too_notices_that_the_master_is_back(master: FakeMaster) -> None:
+    limits = Limits(refresh_pause=0.01, refresh_seconds=0.05)
+    config = PoolConfig(master=master.url, deadline=0.5, breaker_failures=1, breaker_seconds=0.05)
+    index = PoolIndex(config, schema(), limits=limits)
+    index.start()
+    try:
+        master.status = 500
+        await index.lookup(make_chain(3))
+        assert index.breaker.state is not State.CLOSED
+        master.status = 200
+        while index.breaker.state is not State.CLOSED:
+            await asyncio.sleep(0.01)
+        assert index.trouble is None or "list" in index.trouble
+    finally:
+        await index.close()
