@@ -97,10 +97,13 @@ async def test_nothing_is_there(files: Path) -> None:
 
 async def test_ports_that_accept_and_say_nothing(files: Path, renderer: Renderer) -> None:
     engine = FakeEngine(renderer)
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        port = mute.getsockname()[1]
+    with (
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        port, replay = mute.getsockname()[1], other.getsockname()[1]
         async with running(engine, ports=free_ports(2)):
-            wrong = {"events": f"tcp://127.0.0.1:{port}", "replay": f"tcp://127.0.0.1:{port}"}
+            wrong = {"events": f"tcp://127.0.0.1:{port}", "replay": f"tcp://127.0.0.1:{replay}"}
             model = configured(
                 files,
                 [engine.section("a", **wrong), {"id": "b", "url": f"http://127.0.0.1:{port}"}],
@@ -284,15 +287,19 @@ def neighbours() -> tuple[int, int]:
 
 
 async def test_pool_keys_that_do_not_come(files: Path, renderer: Renderer) -> None:
-    master, other = FakeMaster(segments=("s",)), FakeMaster()
+    master, other = FakeMaster(segments=("s:1",)), FakeMaster()
     saving, idle = FakeEngine(renderer, master=other), FakeEngine(renderer)
     async with running(master, other, saving, idle, ports=free_ports(4)):
-        engines = [saving.section("a", segments=["s"]), idle.section("b", segments=["s"])]
-        model = configured(files, engines, pool={"master": master.url})
-        report = await examined(model, seconds=0.5)
+        models = [
+            configured(files, [engine.section(name, segments=["s:1"])], pool={"master": master.url})
+            for engine, name in ((saving, "a"), (idle, "b"))
+        ]
+        report = await examined(*models, seconds=0.5)
     assert of(report, "fail") == {"keys: absent", "segments: claimed-twice"}
     assert "no sign of a store connector" in one(report, "keys", "absent").found
-    assert "segment s is claimed by engine b too" in one(report, "segments", "claimed-twice").found
+    assert (
+        "segment s:1 is claimed by engine b too" in one(report, "segments", "claimed-twice").found
+    )
 
 
 async def test_more_objects_per_block_than_configured(files: Path, renderer: Renderer) -> None:

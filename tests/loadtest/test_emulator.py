@@ -26,10 +26,10 @@ from connector.blocks import Hasher
 from connector.model import PoolKeys
 from connector.pool import KeySchema, locate, parse_query, parse_segments, query_path
 from connector.tiny_model import write
-from gateway.config import load
 from gateway.fleet.metrics import read_page
 from gateway.index.device import DeviceIndex
 from gateway.index.subscriber import Subscriber
+from gateway.reading import load
 from loadtest.cli import app
 from loadtest.emulator.engine import EmulatedEngine
 from loadtest.emulator.faults import OF_ENGINE, FaultError, Faults, parse, parse_option
@@ -698,7 +698,7 @@ def test_the_command_ends_with_its_parent(tokenizer: Path) -> None:
         (["--fault", "e1:hung"], 2, "hung: no such fault"),
         (["--speed", "0"], 2, "speed 0.0 is not above 0"),
         (["--hash-algorithm", "md5"], 2, "unknown hash algorithm"),
-        (["--tokenizer", "nowhere"], 2, "nowhere has no tokenizer.json"),
+        (["--tokenizer", "nowhere"], 2, "there is no directory"),
     ],
 )
 def test_wrong_arguments_are_named(

@@ -34,7 +34,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def master() -> AsyncIterator[FakeMaster]:
-    master = FakeMaster(segments={"127.0.0.1:13294": "seg-a"})
+    master = FakeMaster(segments={"127.0.0.1:13294": "127.0.0.2:17101"})
     await master.start()
     yield master
     await master.stop()
@@ -223,13 +223,13 @@ async def test_a_segment_that_is_not_mounted_is_named_until_it_is(
     config = exact(
         engines,
         tokenizer,
-        segments={"a": ["seg-a"], "b": ["10.0.0.1:17101"]},
+        segments={"a": ["127.0.0.2:17101"], "b": ["10.0.0.1:17101"]},
         pool={"master": master.url},
     )
     async with running(config) as up:
         await up.ready(2)
         (line,) = await degraded(up, says("is not mounted"))
-        assert line == "segment 10.0.0.1:17101 of engine b is not mounted; mounted: seg-a"
+        assert line == "segment 10.0.0.1:17101 of engine b is not mounted; mounted: 127.0.0.2:17101"
         await up.until(lambda: f"degraded: {line}" in caplog.text)
         master.segments["10.0.0.1:9999"] = "10.0.0.1:17101"
         assert await degraded(up, silent) == []
