@@ -7,10 +7,13 @@ ENGINE := .venv-engine/.installed
 BIN := .venv/bin
 PIP := --disable-pip-version-check
 REAL := build/real
+DEMO := build/run
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test check lint format real lock clean distclean python libibverbs
+# Ctrl-C is how one ends `run` and `real`, and no error: 130 becomes 0, which the shell must
+# live to see.
+.PHONY: help test check lint format run real lock clean distclean python libibverbs
 
 help: ## Show this.
 	@echo "Targets:"
@@ -34,9 +37,12 @@ format: $(GATEWAY) ## Format the sources.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+run: $(GATEWAY) ## Run the gateway on port 8000 before four emulated engines: no GPU, no model.
+	@mkdir -p $(DEMO)
+	@trap : INT; $(BIN)/mooncake-gateway serve --emulate 4 -c $(DEMO)/gateway.yaml || test $$? -eq 130
+
 real: $(GATEWAY) $(ENGINE) ## Run the gateway on port 8000 before two real engines and a real pool.
 	$(BIN)/mooncake-connector tiny-model $(REAL)/tiny-qwen3
-	@# Ctrl-C is how one ends it, and no error: 130 becomes 0, which the shell must live to see.
 	trap : INT; $(BIN)/mooncake-connector up examples/real/fleet.yaml --log-dir $(REAL)/logs \
 	  --gateway-config $(REAL)/gateway.yaml \
 	  --then '$(BIN)/mooncake-gateway serve -c $(REAL)/gateway.yaml' \

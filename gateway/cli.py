@@ -86,6 +86,10 @@ def _introduce(emulated: Emulated, data: str, admin: str) -> None:
     """Say what was started and what to try."""
     body = {"model": emulated.model, "messages": [{"role": "user", "content": _LONG}]}
     engines = ", ".join(emulated.engines)
+    conversations, replay = Path("examples/conversations.jsonl"), ""
+    if conversations.exists():
+        command = Path(sys.argv[0]).with_name("mooncake-loadtest")
+        replay = f"  {command} replay {conversations} --url {data}    # some conversations\n"
     typer.echo(
         f"""
 {len(emulated.engines)} emulated engines ({engines})
@@ -102,8 +106,7 @@ there (x-gateway-expected-cached), `cached_tokens` in the answer what the engine
   curl -s '{admin}/gateway/decisions?limit=1' | python3 -m json.tool    # why it went there
   curl -s -X PUT {admin}/gateway/policy -H 'Content-Type: application/json' \\
     -d '{{"policy": "round_robin"}}'                              # another policy
-  mooncake-loadtest replay examples/conversations.jsonl --url {data}   # some conversations
-
+{replay}
 Answers are words drawn at random. Ctrl-C ends all of it.
 """,
         err=True,
