@@ -106,8 +106,9 @@ there (x-gateway-expected-cached), `cached_tokens` in the answer what the engine
   curl -s '{admin}/gateway/decisions?limit=1' | python3 -m json.tool    # why it went there
   curl -s -X PUT {admin}/gateway/policy -H 'Content-Type: application/json' \\
     -d '{{"policy": "round_robin"}}'                              # another policy
-{replay}
-Answers are words drawn at random. Ctrl-C ends all of it.
+{replay}  curl -s -X POST {emulated.control}/emulator/e2/stop   # lose one; start: it is back
+
+Answers are words drawn at random. docs/emulator.md has more faults. Ctrl-C ends all of it.
 """,
         err=True,
     )

@@ -36,6 +36,7 @@ class Emulated:
     config: Path
     model: str
     master: str
+    control: str
     engines: tuple[str, ...]
 
 
@@ -74,7 +75,11 @@ def fleet(engines: int, config: Path | None) -> Iterator[Emulated]:
         config.write_text(MARK + config.read_text(encoding="utf-8"), encoding="utf-8")
         threading.Thread(target=_watch, args=(process,), daemon=True).start()
         yield Emulated(
-            config, said["model"], said["master"], tuple(e["url"] for e in said["engines"])
+            config,
+            said["model"],
+            said["master"],
+            said["control"],
+            tuple(engine["url"] for engine in said["engines"]),
         )
 
 

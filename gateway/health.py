@@ -200,6 +200,11 @@ class Health:
                     f"engine {key}: its KV events at {subscriber.endpoint} are not connected; its "
                     "device cache is not known"
                 )
+            elif not status.caught_up:
+                yield (
+                    f"engine {key}: what its KV events told before is being asked for at "
+                    f"{subscriber.replay}; its device cache is not known yet"
+                )
             elif other := self._named_by(status.topic, engine):
                 yield (
                     f"engine {key}: the KV events at {subscriber.endpoint} have the topic "

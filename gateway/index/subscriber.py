@@ -84,7 +84,8 @@ class SubscriberStatus:
     messages that could not be read and sockets that failed; `unusable` events
     whose hashes are not those of the prompt (speculative look-ahead); `unknown`
     events of types this gateway has never heard of. `topic` is that of the last
-    message heard, at most 128 characters of it.
+    message heard, at most 128 characters of it. `caught_up` says that what the
+    publisher told before has been asked for since the listener's start.
     """
 
     engine: str
@@ -105,6 +106,7 @@ class SubscriberStatus:
     unknown: int
     unusable: int
     topic: str
+    caught_up: bool
 
 
 def rank_endpoint(endpoint: str, rank: int) -> str:
@@ -178,6 +180,7 @@ class Subscriber:
         self._unknown = 0
         self._unusable = 0
         self._topic = b""
+        self._caught_up = False
 
     def start(self) -> None:
         """Begin to listen, in a task of its own. A closed subscriber stays closed."""
@@ -225,6 +228,7 @@ class Subscriber:
             unknown=self._unknown,
             unusable=self._unusable,
             topic=self._topic.decode("utf-8", "replace"),
+            caught_up=self._caught_up,
         )
 
     async def until(self, reached: Callable[[SubscriberStatus], bool]) -> SubscriberStatus:
@@ -311,6 +315,7 @@ class Subscriber:
             self._to(State.CONNECTING)
         elif self.replay is None:
             # A restart while away shows in the next batch's number.
+            self._caught_up = True
             self._to(State.LIVE)
         else:
             await self._catch_up(doubt=True)
@@ -374,6 +379,7 @@ class Subscriber:
                         self._flush("the replay did not answer")
                         self._last = None  # go on with whatever comes next
                     break
+            self._caught_up = True
         finally:
             self._to(State.LIVE if self._connected else State.CONNECTING)
 

