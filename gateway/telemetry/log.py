@@ -56,8 +56,8 @@ def configure(settings: Log) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(settings.level.upper())
-    # These libraries log every request of the control plane at info.
-    for name in ("httpx", "httpcore", "uvicorn.error"):
+    # These libraries log every request of the control plane, or change of a file, at info.
+    for name in ("httpx", "httpcore", "uvicorn.error", "watchfiles.main"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     server = logging.getLogger("uvicorn.error")
     if not any(isinstance(known, _Expected) for known in server.filters):
