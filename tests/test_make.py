@@ -31,8 +31,11 @@ def test_an_interrupt_is_no_error(tmp_path: Path, to_all: bool) -> None:
     (tmp_path / "installed").touch()
     settings = [f"GATEWAY={tmp_path}/installed", f"ENGINE={tmp_path}/installed"]
     settings += [f"BIN={tmp_path}", f"REAL={tmp_path}"]
+    # Under `make test` it would be a make below that one, which says more.
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     with subprocess.Popen(
         ["make", "real", *settings],
+        env=env,
         cwd=Path(__file__).parents[1],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

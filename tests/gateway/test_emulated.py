@@ -35,7 +35,8 @@ def free_port() -> int:
 class Demo:
     """A gateway with its emulated fleet, as a user starts them."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
+    log: Path
     config: Path
     url: str
     admin: str
@@ -49,20 +50,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(directory: Path, cache: Path) -> Demo:
     """Start it as a user does."""
     listen, admin = free_port(), free_port()
-    config = directory / "gateway.yaml"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gateway", "serve", "--emulate", "3", "-c", str(config)],
-        env=os.environ
-        | {
-            "MOONCAKE_GATEWAY_LISTEN__PORT": str(listen),
-            "MOONCAKE_GATEWAY_ADMIN__PORT": str(admin),
-            "XDG_CACHE_HOME": str(cache),
-        },
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
-    return Demo(process, config, f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{admin}")
+    config, log = directory / "gateway.yaml", directory / "log"
+    env = os.environ | {
+        "MOONCAKE_GATEWAY_LISTEN__PORT": str(listen),
+        "MOONCAKE_GATEWAY_ADMIN__PORT": str(admin),
+        "XDG_CACHE_HOME": str(cache),
+    }
+    # A file, not a pipe: one that nobody reads fills up, and holds the process.
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway", "serve", "--emulate", "3", "-c", str(config)],
+            env=env,
+            stderr=stderr,
+            process_group=0,
+        )
+    return Demo(process, log, config, f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{admin}")
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ async def demo(tmp_path: Path, cache: Path) -> AsyncIterator[Demo]:
     try:
         async with httpx.AsyncClient(trust_env=False) as client:
             while True:
-                assert process.poll() is None, process.communicate()[1]
+                assert process.poll() is None, made.log.read_text()
                 try:
                     ready = (await client.get(f"{made.url}/ready")).json()
                     if ready["ready"] and not ready["degraded"]:
@@ -84,8 +86,6 @@ async def demo(tmp_path: Path, cache: Path) -> AsyncIterator[Demo]:
     finally:
         process.kill()
         process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
 
 
 @dataclass
@@ -231,7 +231,8 @@ async def test_it_says_what_it_started_and_ctrl_c_ends_all_of_it(demo: Demo) -> 
         assert answers[1].headers["x-gateway-expected-cached"] == f"device={counts},pool=0"
         assert counts > 0
         demo.process.send_signal(signal.SIGINT)
-        _, said = await asyncio.to_thread(demo.process.communicate)
+        await asyncio.to_thread(demo.process.wait)
+        said = demo.log.read_text()
         assert demo.process.returncode == 0, said
         for what in ("curl", demo.url, demo.admin, "/gateway/decisions", str(demo.config)):
             assert what in said
