@@ -342,7 +342,9 @@ def shape(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: shape(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [shape(inner) for inner in value]
+        shapes = [shape(inner) for inner in value]
+        # How many tokens a chunk holds is a matter of timing.
+        return shapes[:1] if all(isinstance(inner, str) for inner in shapes) else shapes
     return type(value).__name__
 
 
@@ -367,8 +369,8 @@ def test_answers_and_chunks_have_the_same_shape(
         data = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
         assert data.pop() == "[DONE]"
         chunks = [json.loads(line) for line in data]
-        # Two choices' chunks come in any order.
-        return sorted((shape(chunk) for chunk in chunks), key=str)
+        # Two choices' chunks come in any order; a busy vLLM puts several tokens into one chunk.
+        return sorted({str(shape(chunk)) for chunk in chunks})
 
     assert streamed(pair.emulated) == streamed(pair.real)
     whole = {key: value for key, value in wanted.items() if key != "stream_options"}
