@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -74,23 +75,27 @@ class FleetFile(Section):
 
     def collisions(self) -> Iterator[Fault]:
         """Yield what two engines, or an engine and the master, cannot both have."""
-        seen: dict[tuple[str, object], Where] = {}
-        for kind, value, where in self._taken():
-            first = seen.setdefault((kind, value), where)
+        seen: dict[tuple[str, object, str], Where] = {}
+        for kind, value, machine, where in self._taken():
+            first = seen.setdefault((kind, value, machine), where)
             if first != where:
                 yield Fault(where, f"{kind} {value} is given again", "take another", first)
 
-    def _taken(self) -> Iterator[tuple[str, object, Where]]:
+    def _taken(self) -> Iterator[tuple[str, object, str, Where]]:
+        """Yield what is taken, as (kind, value, machine or "" for everywhere, place)."""
         for i, engine in enumerate(self.engines):
-            yield "engine id", engine.id, ("engines", i, "id")
-        for _, port, _, where in self._listening():
-            yield "port", port, where
+            yield "engine id", engine.id, "", ("engines", i, "id")
+        hosts = {"master": self.master.host}
+        hosts |= {f"engine {engine.id}": engine.host for engine in self.engines}
+        for _, port, owner, where in self._listening():
+            yield "port", port, _machine(hosts[owner]), where
         for i, engine in enumerate(self.engines):
             extra = engine.kv_transfer_config()["kv_connector_extra_config"]
-            yield "lookup_rpc_port", extra["lookup_rpc_port"], ("engines", i, "lookup_rpc_port")
+            where = ("engines", i, "lookup_rpc_port")
+            yield "lookup_rpc_port", extra["lookup_rpc_port"], _machine(engine.host), where
         for i, engine in enumerate(self.engines):
             if engine.segment is not None:
-                yield "segment", engine.segment, ("engines", i, "segment")
+                yield "segment", engine.segment, "", ("engines", i, "segment")
 
     def ports(self) -> Iterator[tuple[str, int, str]]:
         """Every TCP port that the fleet listens on, as (address, port, whose)."""
@@ -114,8 +119,14 @@ class FleetFile(Section):
 
     @property
     def interpreter(self) -> Path:
-        """The interpreter that has vLLM, absolute; links are kept, as they make the venv."""
-        return Path(os.environ.get(PYTHON_VARIABLE) or self.python).expanduser().absolute()
+        """The interpreter that has vLLM, absolute; links are kept, as they make the venv.
+
+        A bare name is sought on the PATH, as a shell does.
+        """
+        named = str(os.environ.get(PYTHON_VARIABLE) or self.python)
+        if "/" not in named and (found := shutil.which(named)):
+            return Path(found)
+        return Path(named).expanduser().absolute()
 
     @property
     def master_binary(self) -> Path:
@@ -129,6 +140,11 @@ class FleetFile(Section):
                 return engine
         ids = ", ".join(engine.id for engine in self.engines)
         raise FleetError(f"no engine {engine_id!r} in this fleet; it has {ids}")
+
+
+def _machine(host: str) -> str:
+    """Return a name for the machine that an address is of: all loopback addresses are of one."""
+    return "localhost" if host.startswith("127.") or host in ("0.0.0.0", "::1") else host
 
 
 def load(path: Path) -> FleetFile:

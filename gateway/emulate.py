@@ -9,6 +9,7 @@ before it ends the fleet; and it ends by itself if the gateway is killed.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import signal
@@ -49,15 +50,11 @@ def fleet(engines: int, config: Path | None) -> Iterator[Emulated]:
     Raises:
         ConfigError: if the file is somebody's own, or the fleet cannot start.
     """
-    if config is not None and config.exists() and not _is_ours(config):
-        raise ConfigError(
-            f"{config} is a configuration of its own, and --emulate would overwrite it; "
-            "leave -c out, or name a file that is not there yet"
-        )
     with contextlib.ExitStack() as stack:
         if config is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-gateway-"))
             config = Path(folder) / "gateway.yaml"
+        stack.enter_context(_held(config))
         command = [sys.executable, "-m", "loadtest", "emulate", "--engines", str(engines)]
         command += ["--json", "--with-parent", "--gateway-config", str(config)]
         process = stack.enter_context(
@@ -83,8 +80,28 @@ def fleet(engines: int, config: Path | None) -> Iterator[Emulated]:
         )
 
 
-def _is_ours(config: Path) -> bool:
-    return config.read_bytes().startswith(MARK.encode())
+@contextlib.contextmanager
+def _held(config: Path) -> Iterator[None]:
+    """Keep the file for this fleet: two that write one configuration would steer each other."""
+    try:
+        config.parent.mkdir(parents=True, exist_ok=True)
+        file = config.open("a+b")
+    except OSError as error:
+        raise ConfigError(f"{config} cannot be written: {error.strerror}") from error
+    with file:
+        file.seek(0)
+        if (content := file.read()) and not content.startswith(MARK.encode()):
+            raise ConfigError(
+                f"{config} is a configuration of its own, and --emulate would overwrite it; "
+                "leave -c out, or name a file that is not there yet"
+            )
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another `serve --emulate` uses {config}; end it, or name another file with -c"
+            ) from error
+        yield
 
 
 def _ready(process: subprocess.Popen[str]) -> dict[str, Any]:

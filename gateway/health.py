@@ -160,7 +160,7 @@ class Health:
     def _told(self) -> Iterator[str]:
         """Yield what the rooms themselves have logged."""
         for engine in self._fleet:
-            if not engine.usable:
+            if engine.state is not State.READY:
                 yield f"engine {engine.id} is {engine.state}" + (
                     f": {engine.error}" if engine.error else ""
                 )

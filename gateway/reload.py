@@ -7,6 +7,7 @@ has, says why in the log, and is degraded in `/ready` until the file is mended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from gateway.reading import Reading
 from gateway.telemetry import log as logs
 
 log = logging.getLogger("gateway.reload")
+
+_REPLACING = 1.0
+"""Seconds that a file may be missing while another is put in its place."""
 
 
 class Reloader:
@@ -61,12 +65,30 @@ class Reloader:
         The folder is watched, not the file: editors and mounted ConfigMaps put a
         new file, or a new link, in the place of the old one.
         """
-        folders = {self._path.absolute().parent, self._path.resolve().parent}
-        async for _ in awatch(*folders, stop_event=stop, recursive=False):
-            content = _content(self._path)
+        while not stop.is_set():
+            folders = self._folders()
+            changes = awatch(*folders, stop_event=stop, recursive=False)
+            async with contextlib.aclosing(changes):
+                async for _ in changes:
+                    await self._look()
+                    if self._folders() != folders:
+                        break  # it has become a link to somewhere else
+
+    def _folders(self) -> set[Path]:
+        return {self._path.absolute().parent, self._path.resolve().parent}
+
+    async def _look(self) -> None:
+        content = _content(self._path)
+        if content is None:
             # A file that is just being replaced is missing for a moment.
-            if content is not None and content != self._seen:
-                self.reload("its file has changed")
+            await asyncio.sleep(_REPLACING)
+            content = _content(self._path)
+        if content is None and self._seen is not None:
+            self._seen = None
+            self._gateway.reload_error = f"{self._path} cannot be read any more"
+            log.error("%s; the configuration in force stays", self._gateway.reload_error)
+        elif content is not None and content != self._seen:
+            self.reload("its file has changed")
 
 
 def _content(path: Path) -> bytes | None:

@@ -103,6 +103,7 @@ async def _serve(config: GatewayConfig, path: Path | None, on_serving: Serving |
         gateway.draining = True
         data.should_exit = True
         await asyncio.gather(serving[0], return_exceptions=True)
+        await _cancel_requests(data)
         admin.should_exit = True
         stopped.cancel()
         stopping.set()
@@ -116,6 +117,14 @@ async def _serve(config: GatewayConfig, path: Path | None, on_serving: Serving |
         log.info("stopped")
 
 
+async def _cancel_requests(server: _Server) -> None:
+    """End what a second signal left running, while its connections are still there."""
+    tasks = list(server.server_state.tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _bind(host: str, port: int, section: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -123,7 +132,8 @@ def _bind(host: str, port: int, section: str) -> socket.socket:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}; "
-            f"free the port, or set {section}.host and {section}.port"
+            f"free the port, or set {section}.host and {section}.port "
+            f"(MOONCAKE_GATEWAY_{section.upper()}__PORT in the environment)"
         ) from error
 
 

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from gateway.api.body import ClientLeft
 from gateway.api.errors import ApiError, Fault
 from gateway.proxy.relay import CLIENT_LEFT
+from gateway.telemetry.log import MeantAbort
 
 log = logging.getLogger("gateway.api")
 
@@ -75,9 +76,11 @@ async def _client_left(_: Request, __: ClientLeft) -> Response:
     return Response(status_code=CLIENT_LEFT)
 
 
-async def _internal(request: Request, _: Exception) -> Response:
-    # The exception itself goes on to the server, which logs it.
-    log.error("%s %s failed in the gateway itself", request.method, request.url.path)
+async def _internal(request: Request, error: Exception) -> Response:
+    # The exception itself goes on to the server, which logs it. An abort that is meant is in
+    # the log already, and the connection has no room for another answer.
+    if not isinstance(error, MeantAbort):
+        log.error("%s %s failed in the gateway itself", request.method, request.url.path)
     return _response(ApiError(Fault.INTERNAL, "the gateway failed; its log has the cause"))
 
 

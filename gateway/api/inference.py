@@ -127,9 +127,14 @@ class Inference:
             # Ending by an exception closes the connection: an aborted end, which no client takes
             # for a complete answer.
             raise
-        except asyncio.CancelledError:
-            trouble = "the gateway is shutting down"
-            raise
+        except asyncio.CancelledError as error:
+            # Only the server's end cancels a request, when the time for its answer is over.
+            if relay is not None and relay.started:
+                status, trouble = relay.status, "the gateway is shutting down"
+                raise StreamBroken(trouble) from error
+            answer = ApiError(Fault.NO_ENGINE, "the gateway is shutting down; try again")
+            status, trouble = answer.status, str(answer)
+            await answer_error(send, answer, own)
         except Exception as error:
             status, trouble = 500, f"{type(error).__name__}: {error}"
             log.exception("a request failed in the gateway itself")

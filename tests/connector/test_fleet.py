@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from connector.fleet import (
+    PYTHON_VARIABLE,
     FleetError,
     FleetFile,
     gateway_models,
@@ -214,3 +216,36 @@ def test_the_example_is_a_fleet() -> None:
     example = load(Path(__file__).parents[2] / "examples" / "real" / "fleet.yaml")
     assert [engine.id for engine in example.engines] == ["a", "b"]
     assert len({engine.segment for engine in example.engines}) == 2
+
+
+def test_engines_of_two_machines_may_have_the_same_ports() -> None:
+    engines = [
+        {"id": name, "host": host, "port": 8000, "events_port": 5557, "replay_port": 6557}
+        for name, host in (("a", "10.0.0.2"), ("b", "10.0.0.3"))
+    ]
+    made = FleetFile.model_validate(fleet(engines=engines))
+    assert [engine.url for engine in made.engines] == [
+        "http://10.0.0.2:8000",
+        "http://10.0.0.3:8000",
+    ]
+
+
+def test_loopback_addresses_are_of_one_machine() -> None:
+    engines = [
+        {"id": name, "host": host, "port": port, "events_port": 5557}
+        for name, host, port in (("a", "127.0.0.1", 1), ("b", "127.0.0.2", 2))
+    ]
+    with pytest.raises(ValidationError, match="5557"):
+        FleetFile.model_validate(fleet(engines=engines))
+
+
+def test_a_bare_interpreter_is_sought_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    program = tmp_path / "python-of-vllm"
+    program.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = FleetFile.model_validate(fleet() | {"python": "python-of-vllm"})
+    assert found.interpreter == program
+    assert found.master_binary == tmp_path / "mooncake_master"

@@ -112,8 +112,72 @@ async def test_second_signal_ends_at_once(served: Process, engines: list[Scripte
         async with asyncio.timeout(4):
             assert await served.process.wait() == 0
         answer = (await asyncio.gather(call, return_exceptions=True))[0]
-        # Cut off, or told so if there was time.
-        assert isinstance(answer, httpx.HTTPError) or answer.status_code == 500
+        assert not isinstance(answer, BaseException)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_engine")
+        assert answer.headers["retry-after"] == "1"
+        await served.until("^stopped")
+    assert not [line for line in served.lines if "exception" in line]
+
+
+async def test_what_the_grace_does_not_suffice_for_is_told_so(
+    served: Process, engines: list[Scripted]
+) -> None:
+    waiting, streaming = asyncio.Event(), asyncio.Event()
+
+    async def forever(request: web.Request) -> web.StreamResponse:
+        if b"stream this" not in await request.read():
+            waiting.set()
+            await asyncio.sleep(60)
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(CHUNK)
+        streaming.set()
+        await asyncio.sleep(60)
+        return answer
+
+    for engine in engines:
+        engine.handler = forever
+    async with httpx.AsyncClient(timeout=30) as client:
+        url = f"{served.base}/v1/chat/completions"
+        calls = [
+            asyncio.create_task(client.post(url, json=BODY)),
+            asyncio.create_task(
+                client.post(
+                    url, json=BODY | {"messages": [{"role": "u", "content": "stream this"}]}
+                )
+            ),
+        ]
+        await asyncio.gather(waiting.wait(), streaming.wait())
+        served.process.send_signal(signal.SIGTERM)
+        answer, cut = await asyncio.gather(*calls, return_exceptions=True)
+    assert not isinstance(answer, BaseException)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_engine")
+    assert isinstance(cut, httpx.RemoteProtocolError), "an aborted end, never a clean one"
+    await served.until("^stopped")
+    assert not [line for line in served.lines if "exception" in line]
+
+
+async def test_a_stream_that_an_engine_breaks_is_no_fault_of_the_gateway(
+    served: Process, engines: list[Scripted]
+) -> None:
+    async def broken(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(CHUNK)
+        assert request.transport is not None
+        request.transport.abort()
+        return answer
+
+    for engine in engines:
+        engine.handler = broken
+    async with httpx.AsyncClient(timeout=30) as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post(f"{served.base}/v1/chat/completions", json=BODY)
+    entry = await served.until("chat/completions")
+    assert (entry["logger"], entry["level"]) == ("gateway.access", "warning")
+    served.process.send_signal(signal.SIGTERM)
+    await served.until("^stopped")
+    assert not [line for line in served.lines if line["level"] == "error"]
 
 
 async def test_log_lines_are_json_and_name_the_request(served: Process) -> None:
@@ -213,3 +277,34 @@ async def test_what_needs_a_restart_is_said(served: Process) -> None:
     config["probing"]["interval"] = 7.0
     served.path.write_text(yaml.safe_dump(config))
     await served.until("^changed, but in force only after a restart: probing$")
+
+
+async def test_a_link_put_in_the_files_place_is_followed_from_then_on(served: Process) -> None:
+    text = served.path.read_text()
+    there = served.path.parent / "real" / "gateway.yaml"
+    there.parent.mkdir()
+    there.write_text(text.replace("debug_headers: true", "debug_headers: false"))
+    served.path.unlink()
+    served.path.symlink_to(there)
+    await served.until("^the configuration is reloaded")
+    # The watch moves to the other folder, which takes a moment that nothing tells of.
+    async with asyncio.timeout(20):
+        reloaded = asyncio.create_task(served.until("^the configuration is reloaded"))
+        content = there.read_text()
+        while not reloaded.done():
+            content += "# once more\n"
+            there.write_text(content)
+            await asyncio.wait({reloaded}, timeout=0.1)
+        await reloaded
+
+
+async def test_a_file_that_is_gone_is_named_until_it_is_back(served: Process) -> None:
+    text = served.path.read_text()
+    served.path.unlink()
+    await served.until("cannot be read any more; the configuration in force stays")
+    async with httpx.AsyncClient(timeout=30) as client:
+        ready = (await client.get(f"{served.base}/ready")).json()
+        assert "cannot be read any more" in ready["degraded"][0]
+        served.path.write_text(text)
+        await served.until("^the configuration is reloaded")
+        assert (await client.get(f"{served.base}/ready")).json()["degraded"] == []
